@@ -1,0 +1,37 @@
+"""Compiles an ordinary causal language model into one that computes every shared token prefix once."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tree_compile.api import TreeModel, treecompile
+    from tree_compile.errors import TreeCompileError
+    from tree_compile.runtime.plan import Plan, Row, plan_rows
+
+__all__ = ["Plan", "Row", "TreeCompileError", "TreeModel", "__version__", "plan_rows", "treecompile"]
+
+__version__ = "0.1.0"
+
+# Loaded on first use: importing torch takes seconds, which `treecompile --help` should not.
+_HOME = {
+    "Plan": "tree_compile.runtime.plan",
+    "Row": "tree_compile.runtime.plan",
+    "TreeCompileError": "tree_compile.errors",
+    "TreeModel": "tree_compile.api",
+    "plan_rows": "tree_compile.runtime.plan",
+    "treecompile": "tree_compile.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

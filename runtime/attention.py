@@ -1,0 +1,74 @@
+"""Attention over a row: every token sees itself and its ancestors, and nothing else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tree_compile.runtime.attention_cpu import tree_attention_cpu
+from tree_compile.runtime.attention_cuda import tree_attention_cuda
+
+__all__ = ["tree_attention"]
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor,
+    position: Tensor,
+    subtree_end: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of every token over itself and its ancestors in the prefix tree.
+
+    The score of query row q and key row k in head h is
+    `softcap(scale * q.k) + key_bias[h, k] + pair_bias[h, q, k]` with `softcap(x) = c * tanh(x / c)`.
+
+    Args:
+        query: [1, Hq, T, D], floating point.
+        key: [1, Hk, T, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
+        value: [1, Hk, T, Dv].
+        segments: int64 on the CPU, [S >= 2, 5]: start, end, subtree_end, parent, position of each segment in
+            pre-order. Entries with start == end are skipped.
+        position: int64 [T], index of each token in its own sequence.
+        subtree_end: int64 [T], one past the last row index of the subtree of each token's segment.
+        scale: factor on q.k.
+        window: a query sees only keys fewer than this many positions above it; 0 means all.
+        chunk: a query sees only keys with the same position // chunk; 0 means all.
+        softcap: bound c on the scaled scores; 0 means none.
+        sinks: [Hq], one more logit per head in the softmax's denominator; receives a gradient.
+        key_bias: [Hq or 1, T], added to the scores; receives no gradient.
+        pair_bias: [Hq or 1, T, T] in row coordinates, added to the scores, may hold -inf; receives no gradient.
+
+    Returns:
+        [1, Hq, T, Dv] in the dtype of `query`. Rows that no segment covers are 0 and receive gradient 0.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    _check_shapes(query, key, value, segments)
+    if query.device.type == "cuda":
+        return tree_attention_cuda(
+            query, key, value, segments, position, subtree_end, scale, window, chunk, softcap, sinks, key_bias, pair_bias
+        )
+    return tree_attention_cpu(query, key, value, segments, scale, window, chunk, softcap, sinks, key_bias, pair_bias)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
+    if query.dim() != 4 or query.shape[0] != 1:
+        raise ValueError(f"query must be [1, heads, tokens, width], not {tuple(query.shape)}")
+    if query.shape[1] % key.shape[1] != 0 or key.shape[1] != value.shape[1]:
+        raise ValueError(
+            f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads and {value.shape[1]} value heads"
+        )
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query is {query.shape[3]} wide and key is {key.shape[3]} wide")
+    if segments.dim() != 2 or segments.shape[1] != 5 or segments.shape[0] < 2:
+        raise ValueError(f"segments must be [at least 2, 5], not {tuple(segments.shape)}")

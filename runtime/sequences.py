@@ -1,0 +1,170 @@
+"""The sequences of one call, checked and brought into one form."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tree_compile.errors import EmptySequenceError, PayloadError, TokenRangeError, TokenTypeError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Batch", "IntArray", "Sequences", "TokenSequence", "as_batch"]
+
+IntArray: TypeAlias = NDArray[np.int64]
+TokenSequence: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
+Sequences: TypeAlias = "Sequence[TokenSequence] | Mapping[str, Sequence[TokenSequence]] | Batch"
+
+_LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each"
+_PADDED_HINT = (
+    "pass a list of sequences without padding: "
+    "[ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask)]; sequences of one length: list(input_ids)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The checked inputs of one call.
+
+    Attributes:
+        inputs: one list of int64 arrays of shape [len_i] per input name; sequence i is element i of every list.
+            The first name is that of the tokens, the others are payloads.
+    """
+
+    inputs: dict[str, list[IntArray]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def tokens(self) -> list[IntArray]:
+        """The token ids of every sequence."""
+        return next(iter(self.inputs.values()))
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens per sequence, int64 [number of sequences]."""
+        return np.fromiter(map(len, self.tokens), np.int64, len(self))
+
+
+def as_batch(inputs: Sequences, tokens_name: str = "input_ids") -> Batch:
+    """Checks the sequences of a call.
+
+    Args:
+        inputs: a list of sequences, each a list of ints, a 1-D integer array or a 1-D integer tensor on any
+            device; or a dict of such lists, where the entry `tokens_name` (the first one where that name is
+            missing) holds the tokens and the others one integer per token. A `Batch` is returned as it is.
+        tokens_name: the name of the tokens where a plain list is given.
+
+    Raises:
+        EmptySequenceError: there is no sequence, or one has no tokens.
+        TokenTypeError: a sequence is not one-dimensional or not of integers, or a padded batch is given.
+        TokenRangeError: a token id is negative, or does not fit in 64 bits.
+        PayloadError: a payload has not one value per token.
+    """
+    if isinstance(inputs, Batch):
+        return inputs
+    named = _tokens_first(inputs, tokens_name) if isinstance(inputs, Mapping) else {tokens_name: inputs}
+    checked = {name: _sequence_list(values, name) for name, values in named.items()}
+    batch = Batch(checked)
+    for name in checked:
+        _check_aligned(batch, name)
+    _check_not_negative(batch)
+    return batch
+
+
+def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]:
+    if not inputs:
+        raise EmptySequenceError("the dict of inputs has no entries", hint=_LIST_HINT)
+    if "attention_mask" in inputs:
+        raise TokenTypeError(
+            "the inputs hold an attention_mask, as a padded batch does",
+            why="which tokens see each other follows from the sequences alone",
+            hint=_PADDED_HINT,
+        )
+    first = tokens_name if tokens_name in inputs else next(iter(inputs))
+    return {first: inputs[first], **inputs}
+
+
+def _sequence_list(values: Any, name: str) -> list[IntArray]:
+    if _is_tensor(values) or isinstance(values, np.ndarray):
+        raise TokenTypeError(f"{name} is one {values.ndim}-D {type(values).__name__}", hint=_tensor_hint(values.ndim))
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TokenTypeError(f"{name} is a {type(values).__name__}, not a list of sequences", hint=_LIST_HINT)
+    if not values:
+        raise EmptySequenceError(f"{name} has no sequences", hint=_LIST_HINT)
+    return [_as_int64(values[i], f"sequence {i} of {name}") for i in range(len(values))]
+
+
+def _tensor_hint(dimensions: int) -> str:
+    if dimensions == 1:
+        return f"{_LIST_HINT}: [ids] for a single one"
+    return _PADDED_HINT
+
+
+def _as_int64(value: Any, label: str) -> IntArray:
+    array = _as_array(value, label)
+    if array.ndim != 1:
+        raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one", hint=_LIST_HINT)
+    if array.size == 0:
+        raise EmptySequenceError(f"{label} is empty", hint="leave empty sequences out")
+    if array.dtype.kind not in "iu":
+        raise _not_integers(label, array.dtype)
+    if array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max:
+        raise TokenRangeError(f"{label} holds {array.max()}, which does not fit in 64 signed bits")
+    return array.astype(np.int64, copy=False)
+
+
+def _as_array(value: Any, label: str) -> NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        return value
+    if _is_tensor(value):
+        if value.is_floating_point() or value.is_complex():
+            raise _not_integers(label, value.dtype)
+        array: NDArray[Any] = value.detach().cpu().numpy()
+        return array
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of integers", hint=_LIST_HINT)
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TokenTypeError(f"{label} is not a flat list of integers: {error}", hint=_LIST_HINT) from error
+
+
+def _not_integers(label: str, dtype: object) -> TokenTypeError:
+    return TokenTypeError(f"{label} is of type {dtype}, not of integers", hint="convert it to an integer type first")
+
+
+def _is_tensor(value: Any) -> bool:
+    # A tensor can only exist where torch has been imported already; planning alone should not import it.
+    torch_module = sys.modules.get("torch")
+    return torch_module is not None and isinstance(value, torch_module.Tensor)
+
+
+def _check_aligned(batch: Batch, name: str) -> None:
+    tokens_name, values = next(iter(batch.inputs)), batch.inputs[name]
+    if len(values) != len(batch):
+        raise PayloadError(f"{name} has {len(values)} sequences, {tokens_name} has {len(batch)}")
+    for i, (payload, tokens) in enumerate(zip(values, batch.tokens, strict=True)):
+        if len(payload) != len(tokens):
+            raise PayloadError(
+                f"sequence {i} has {len(payload)} values in {name} and {len(tokens)} in {tokens_name}",
+                why="a payload has one value per token",
+            )
+
+
+def _check_not_negative(batch: Batch) -> None:
+    for i, tokens in enumerate(batch.tokens):
+        if tokens.min() < 0:
+            at = int((tokens < 0).argmax())
+            raise TokenRangeError(
+                f"sequence {i} holds the token id {tokens[at]} at position {at}",
+                why="token ids count from 0",
+                hint="leave padding and ignored labels out of the tokens",
+            )

@@ -1,0 +1,234 @@
+"""Attention becomes tree attention: every token sees its own ancestors only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tree_compile.errors import (
+    BidirectionalAttentionError,
+    DropoutError,
+    RefusedModelError,
+    SourceLine,
+    TokenMixingError,
+)
+from tree_compile.passes.attention_patterns import (
+    AttentionMatch,
+    KeyBias,
+    Mask,
+    NoMatch,
+    Operand,
+    Scores,
+    is_score_softmax,
+    match_sdpa,
+    match_softmax,
+)
+from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility, pair_form
+from tree_compile.passes.plan_inputs import RowTables, plan_input
+from tree_compile.passes.report import Finding, PassReport
+from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
+from tree_compile.passes.source import module_path, source_line
+from tree_compile.passes.static_values import Pair, StaticValues
+from tree_compile.runtime.attention import tree_attention
+
+aten = torch.ops.aten
+_SDPA = aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True)
+class RewriteAttention:
+    """Replaces every attention of a captured graph by `tree_attention`.
+
+    Raises:
+        BidirectionalAttentionError: a token sees tokens after it.
+        DropoutError: attention weights are dropped out.
+        TokenMixingError: a softmax over keys is not attention that can be read.
+    """
+
+    statics: StaticValues
+    tables: RowTables
+    name: str = field(default="attention", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+        symbol = token_symbol(graph_module.graph)
+        findings = []
+        for node in list(graph_module.graph.nodes):
+            if node.target is _SDPA:
+                findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node)))
+            elif node.op == "call_function" and is_score_softmax(node, symbol):
+                findings.append(self._replace(graph_module.graph, self._match(match_softmax, node)))
+        return PassReport(self.name, tuple(findings))
+
+    def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
+        try:
+            match: AttentionMatch = matcher(node, self.statics)
+        except NoMatch as error:
+            raise TokenMixingError(
+                "This attention has a form that cannot be rewritten.",
+                where=source_line(node),
+                why=f"{error}.",
+                hint="use torch.nn.functional.scaled_dot_product_attention, with a mask made from positions alone.",
+            ) from None
+        if match.dropout:
+            raise _dropout(match.dropout, source_line(node))
+        return match
+
+    def _replace(self, graph: fx.Graph, match: AttentionMatch) -> Finding:
+        form = self._form(match)
+        with graph.inserting_before(match.output):
+            replacement = self._emit(graph, match, form)
+        match.output.replace_all_uses_with(replacement)
+        graph.erase_node(match.output)
+        where = source_line(match.output)
+        return Finding(match.output.name, "attention", _description(match.scores, form), where, module_path(match.output))
+
+    # What is visible
+
+    def _form(self, match: AttentionMatch) -> PairForm:
+        if not match.scores.masks:
+            if match.scores.causal:
+                return PairForm(Visibility())
+            raise _bidirectional(match.output, "it has no mask")
+        try:
+            form = pair_form(list(self._combined(match.scores)))
+        except NotCausal:
+            raise _bidirectional(match.output, "its mask shows a token what comes after it") from None
+        except SeesNothing:
+            raise TokenMixingError(
+                "The mask of this attention hides all tokens from some token.",
+                where=source_line(match.output),
+                why="softmax over nothing gives that token a mean over hidden tokens.",
+                hint="let every token see itself.",
+            ) from None
+        if form.slopes is not None and match.scores.sinks is not None:
+            return PairForm(form.visibility, dense=True)
+        return form
+
+    def _combined(self, scores: Scores) -> Iterator[Tensor]:
+        """The masks of one attention as one table, at each probed number of tokens."""
+        for samples in zip(*(self._samples(mask) for mask in scores.masks), strict=True):
+            tables = [_as_bias(sample, mask.hides) for sample, mask in zip(samples, scores.masks, strict=True)]
+            if scores.causal:
+                tokens = samples[0].shape[-1]
+                tables.append(_as_bias(Visibility().table(tokens, samples[0].device), hides=False))
+            yield tables[0] if len(tables) == 1 else _sum(tables)
+
+    def _samples(self, mask: Mask) -> tuple[Tensor, ...]:
+        kind = self.statics.kinds[mask.node]
+        assert isinstance(kind, Pair)
+        return kind.samples
+
+    # The new nodes
+
+    def _emit(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> fx.Node:
+        meta, lead = match.output.meta, match.query.shape[:-2]
+        operands = [_in_heads(graph, operand, lead, meta) for operand in (match.query, match.key, match.value)]
+        plan = [plan_input(graph, name) for name in ("plan_segments", "plan_position", "plan_subtree_end")]
+        node = graph.call_function(tree_attention, (*operands, *plan), self._keywords(graph, match, form))
+        node.meta = inherited(meta)
+        node.meta["val"] = _value_in_heads(operands[0], operands[2])
+        if len(lead) != 2 or lead[0] != 1:
+            node = call(graph, aten.reshape.default, (node, [*lead, -1, match.value.shape[-1]]), meta)
+        if match.output_order != tuple(range(len(lead) + 2)):
+            node = call(graph, aten.permute.default, (node, list(match.output_order)), meta)
+        return node
+
+    def _keywords(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> dict[str, Any]:
+        scores, visibility = match.scores, form.visibility or Visibility()
+        keywords: dict[str, Any] = {"scale": scores.scale}
+        if not form.dense:
+            keywords |= {"window": visibility.window, "chunk": visibility.chunk}
+        keywords |= {"softcap": scores.softcap, "sinks": scores.sinks}
+        biases = [self._key_bias(graph, bias) for bias in scores.key_biases]
+        if form.slopes is not None:
+            biases.append(self.tables.slopes(form.slopes, match.query.node.meta["val"].dtype))
+        keywords["key_bias"] = _total(graph, biases)
+        if form.dense:
+            keywords["pair_bias"] = _total(graph, [self.tables.pair(mask.node, mask.hides) for mask in scores.masks])
+        return {name: value for name, value in keywords.items() if value is not None and value != 0}
+
+    def _key_bias(self, graph: fx.Graph, bias: KeyBias) -> fx.Node:
+        gathered = self.tables.at_positions(bias.node, bias.dim)
+        heads = math.prod(int(size) for size in shape_of(bias.node)[:-1])
+        flat = call(graph, aten.reshape.default, (gathered, [heads, -1]), {})
+        return flat if bias.factor == 1.0 else call(graph, aten.mul.Tensor, (flat, bias.factor), {})
+
+
+def _in_heads(graph: fx.Graph, operand: Operand, lead: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
+    """The operand as `[1, heads, tokens, width]`."""
+    node, shape = operand.node, operand.shape
+    if operand.order != tuple(range(len(shape))):
+        node = call(graph, aten.permute.default, (node, list(operand.order)), meta)
+    if len(lead) == 2 and lead[0] == 1:
+        return node
+    if shape[:-2] != lead:
+        node = call(graph, aten.expand.default, (node, [*lead, -1, -1]), meta)
+    heads = math.prod(int(size) for size in lead)
+    return call(graph, aten.reshape.default, (node, [1, heads, -1, shape[-1]]), meta)
+
+
+def _value_in_heads(query: fx.Node, value: fx.Node) -> Tensor:
+    width = shape_of(value)[-1]
+    return query.meta["val"].new_empty((*shape_of(query)[:-1], width))
+
+
+def _total(graph: fx.Graph, terms: list[fx.Node]) -> fx.Node | None:
+    if not terms:
+        return None
+    total = terms[0]
+    for term in terms[1:]:
+        total = call(graph, aten.add.Tensor, (total, term), {})
+    return total
+
+
+def _as_bias(table: Tensor, hides: bool) -> Tensor:
+    return ~table if hides else table
+
+
+def _sum(tables: list[Tensor]) -> Tensor:
+    """Several masks at once: hidden by one is hidden; biases add up."""
+    if all(table.dtype == torch.bool for table in tables):
+        return torch.stack(torch.broadcast_tensors(*tables)).all(0)
+    total = torch.zeros(())
+    for table in tables:
+        hidden = torch.full((), -float("inf"))
+        total = total + (torch.where(table, 0.0, hidden) if table.dtype == torch.bool else table)
+    return total
+
+
+def _description(scores: Scores, form: PairForm) -> str:
+    parts = ["tree_attention"]
+    if form.dense:
+        parts.append("mask without a closed form, gathered as T x T")
+    elif form.visibility is not None:
+        parts.append(f"visible: {form.visibility.expression}")
+    if scores.softcap:
+        parts.append(f"softcap {scores.softcap:g}")
+    if scores.sinks is not None:
+        parts.append("sinks")
+    if scores.key_biases or form.slopes is not None:
+        parts.append("bias per key")
+    return ", ".join(parts)
+
+
+def _bidirectional(node: fx.Node, why: str) -> RefusedModelError:
+    return BidirectionalAttentionError(
+        "This attention is not causal.",
+        where=source_line(node),
+        why=f"{why}, so a shared prefix would depend on what follows it.",
+        hint="use a causal mask (is_causal=True); for a transformers model, the causal-LM class and is_decoder=True.",
+    )
+
+
+def _dropout(probability: float, where: SourceLine | None) -> DropoutError:
+    return DropoutError(
+        f"Attention weights are dropped out with probability {probability:g}.",
+        where=where,
+        why="tree attention has no dropout, and without it the result would differ.",
+        hint="set the model's attention dropout to 0 (in transformers: config.attention_dropout or attn_pdrop), or call model.eval().",
+    )

@@ -1,0 +1,411 @@
+"""Attention as it stands in captured graphs: scaled_dot_product_attention, or matmul -> softmax -> matmul.
+
+Both are read into one description, `AttentionMatch`; nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tree_compile.passes.pair_tables import HIDDEN_BELOW
+from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
+from tree_compile.passes.static_values import Fixed, Kind, Pair, StaticValues, Table
+
+aten = torch.ops.aten
+
+
+class NoMatch(Exception):
+    """The nodes around a softmax are not attention that this module can read; the text says why."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of the graph in the layout `[…, tokens, width]`: `node` with its dimensions in the order `order`."""
+
+    node: fx.Node
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Sizes in the new order."""
+        sizes = shape_of(self.node)
+        return tuple(sizes[dim] for dim in self.order)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A static pair table that hides or biases scores. `hides` is True for a boolean table that is True where hidden."""
+
+    node: fx.Node
+    hides: bool = False
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """A static table along the keys that is added to the scores, times `factor`."""
+
+    node: fx.Node
+    dim: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """score = softcap(scale * q.k) + biases, softcap(x) = c * tanh(x / c); sinks are one more logit per head."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    causal: bool = False
+    masks: tuple[Mask, ...] = ()
+    key_biases: tuple[KeyBias, ...] = ()
+    sinks: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class AttentionMatch:
+    """One attention of the graph.
+
+    Attributes:
+        output: the node that is replaced.
+        query, key, value: the operands.
+        scores: how scores are made of q.k.
+        output_order: dimensions of the output in terms of `[…, tokens, width]`.
+        dropout: probability of dropping an attention weight.
+    """
+
+    output: fx.Node
+    query: Operand
+    key: Operand
+    value: Operand
+    scores: Scores
+    output_order: tuple[int, ...] = field(default=())
+    dropout: float = 0.0
+
+
+# scaled_dot_product_attention
+
+
+def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
+    """Reads a `scaled_dot_product_attention` node."""
+    schema = torch.ops.aten.scaled_dot_product_attention.default._schema
+    values = {argument.name: argument.default_value for argument in schema.arguments}
+    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
+    values |= node.kwargs
+    width = shape_of(values["query"])[-1]
+    mask = values["attn_mask"]
+    scores = Scores(
+        scale=float(values["scale"]) if values["scale"] is not None else width**-0.5,
+        causal=bool(values["is_causal"]),
+        masks=() if mask is None else (_static_mask(mask, statics),),
+    )
+    operands = [_plain(values[name]) for name in ("query", "key", "value")]
+    return AttentionMatch(node, *operands, scores, _identity(node), float(values["dropout_p"]))
+
+
+def _plain(node: fx.Node) -> Operand:
+    return Operand(node, _identity(node))
+
+
+def _identity(node: fx.Node) -> tuple[int, ...]:
+    return tuple(range(len(shape_of(node))))
+
+
+def _static_mask(node: fx.Node, statics: StaticValues, hides: bool = False) -> Mask:
+    if not isinstance(statics.kinds.get(node), Pair):
+        raise NoMatch(_why_not_static(statics.kinds.get(node)))
+    return Mask(node, hides)
+
+
+def _why_not_static(kind: Kind | None) -> str:
+    if kind is None:
+        return "its mask or bias depends on the tokens or on parameters, not on positions alone"
+    return f"its mask is not a table over (query, key): {getattr(kind, 'why', type(kind).__name__.lower())}"
+
+
+# matmul -> softmax -> matmul
+
+
+def match_softmax(softmax: fx.Node, statics: StaticValues) -> AttentionMatch:
+    """Reads the attention around a softmax over keys.
+
+    Raises:
+        NoMatch: it is not attention, or has a step that is not known.
+    """
+    scores, query, key = _read_scores(softmax.args[0], statics)  # type: ignore[arg-type]
+    dropout, weights = _follow_weights(softmax, scores.sinks is not None)
+    output = next(iter(weights.users))
+    value, order = _read_value(output, weights)
+    return AttentionMatch(output, query, key, value, scores, order, dropout)
+
+
+_SAME_VALUES = {
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.contiguous.default,
+    aten.clone.default, aten.type_as.default, aten.alias.default, aten.view.default, aten.reshape.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten._unsafe_view.default,
+}  # fmt: skip
+
+
+_DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
+_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, *_DIVISIONS}
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Steps between the product q.k and the softmax, read from the softmax upwards."""
+
+    factor_after: float = 1.0
+    bound: float | None = None
+    factor: float = 1.0
+    scores: Scores = Scores()
+
+    def scaled(self, factor: float) -> _Reading:
+        if self.bound is None:
+            return replace(self, factor_after=self.factor_after * factor)
+        return replace(self, factor=self.factor * factor)
+
+    def finished(self) -> Scores:
+        """As `scale` and `softcap`: post * tanh(pre * x) is c * tanh(scale * x / c) with c = post, scale = c * pre."""
+        if self.bound is None:
+            return replace(self.scores, scale=self.factor_after)
+        return replace(self.scores, softcap=self.factor_after, scale=self.factor_after * self.factor)
+
+
+def _read_scores(node: fx.Node, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
+    reading = _Reading()
+    while True:
+        product = _product(node)
+        if product is not None:
+            return reading.finished(), *product
+        if node.target is aten.baddbmm.default:
+            return _read_baddbmm(node, reading, statics)
+        node, reading = _step_up(node, reading, statics)
+
+
+def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
+    if node.op != "call_function" or node in statics.nodes:
+        raise NoMatch("its scores are not a product of queries and keys")
+    args: Any = node.args
+    target = node.target
+    if _keeps_pairs(node):
+        return args[0], reading
+    if target in _SCALINGS and (factor := _number(args[1], statics)) is not None:
+        return args[0], reading.scaled(1.0 / factor if target in _DIVISIONS else factor)
+    if target is aten.tanh.default and reading.bound is None:
+        return args[0], replace(reading, bound=1.0)
+    if target is aten.add.Tensor:
+        return _read_add(node, reading, statics)
+    if target is aten.sub.Tensor and _is_maximum_of(args[1], args[0]):
+        return args[0], reading
+    if target in (aten.where.self, aten.where.ScalarOther, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        return _read_fill(node, reading, statics)
+    if target is aten.cat.default and reading.scores.sinks is None:
+        return _read_sinks(node, reading)
+    raise NoMatch(f"the step {_name(node)} between the product of queries and keys and the softmax is not known")
+
+
+def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
+    first, second = node.args[:2]
+    if node.kwargs.get("alpha", 1) != 1:
+        raise NoMatch("a scaled addition to the scores is not known")
+    if not isinstance(second, fx.Node):
+        return first, reading  # type: ignore[return-value]
+    bias, rest = (second, first) if second in statics.nodes else (first, second)
+    if reading.bound is not None or reading.factor_after != 1.0:
+        raise NoMatch("its scores are scaled after a bias was added")
+    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, node, statics))  # type: ignore[arg-type,return-value]
+
+
+def _with_bias(scores: Scores, bias: fx.Node, factor: float, added_to: fx.Node, statics: StaticValues) -> Scores:
+    kind = statics.kinds.get(bias)
+    if isinstance(kind, Table) and kind.dim - len(shape_of(bias)) == -1:
+        return replace(scores, key_biases=(*scores.key_biases, KeyBias(bias, kind.dim, factor)))
+    if factor != 1.0:
+        raise NoMatch("a scaled mask is not known")
+    return replace(scores, masks=(*scores.masks, _static_mask(bias, statics)))
+
+
+def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
+    args: Any = node.args
+    is_where = "where" in str(node.target)
+    mask, scores, fill = (args[0], args[1], args[2]) if is_where else (args[1], args[0], args[2])
+    if not _fills_with_nothing(fill):
+        raise NoMatch("hidden scores are filled with a value that still gets weight")
+    if reading.bound is not None or reading.factor_after != 1.0:
+        raise NoMatch("its scores are changed after some were hidden")
+    found = _static_mask(mask, statics, hides=not is_where)
+    return scores, replace(reading, scores=replace(reading.scores, masks=(*reading.scores.masks, found)))
+
+
+def _fills_with_nothing(fill: Any) -> bool:
+    if isinstance(fill, fx.Node):
+        arguments = fill.args
+        fill = arguments[1] if fill.target is aten.full.default else arguments[0] if arguments else None
+    return isinstance(fill, (int, float)) and fill <= HIDDEN_BELOW
+
+
+def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
+    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-1, len(shape_of(node)) - 1):
+        raise NoMatch("its scores are concatenated with something that is not one sink per head")
+    scores, sinks = parts
+    source: Any = sinks
+    while source.op == "call_function" and source.target in (*_SAME_VALUES, aten.expand.default):
+        source = source.args[0]
+    if shape_of(sinks)[-1] != 1 or source.meta["val"].dim() != 1:  # type: ignore[arg-type]
+        raise NoMatch("its scores are concatenated with something that is not one sink per head")
+    if reading.factor_after != 1.0 or reading.bound is not None:
+        raise NoMatch("sinks are scaled")
+    return scores, replace(reading, scores=replace(reading.scores, sinks=source))  # type: ignore[return-value]
+
+
+def _read_baddbmm(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
+    bias, left, right = node.args[:3]
+    beta, alpha = float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+    if reading.bound is not None or reading.factor_after != 1.0:
+        raise NoMatch("its scores are scaled after a bias was added")
+    scores = _with_bias(reading.scores, bias, beta, node, statics) if beta else reading.scores  # type: ignore[arg-type]
+    return replace(scores, scale=alpha), _plain(left), _transposed(right)  # type: ignore[arg-type]
+
+
+def _keeps_pairs(node: fx.Node) -> bool:
+    """Whether a node only changes dtype, memory or leading dimensions of its input."""
+    if node.target is aten.slice.Tensor:
+        return _sizes(node) == _sizes(node.args[0])  # type: ignore[arg-type]
+    return node.target in _SAME_VALUES and _sizes(node)[-2:] == _sizes(node.args[0])[-2:]  # type: ignore[arg-type]
+
+
+def _sizes(node: fx.Node) -> list[sympy.Expr]:
+    return [size_expression(size) for size in shape_of(node)]
+
+
+def _number(value: Any, statics: StaticValues) -> float | None:
+    """A factor of the scores: a number, or a tensor of one element that is always the same."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    kind = statics.kinds.get(value)
+    return float(kind.value) if isinstance(kind, Fixed) and kind.value.numel() == 1 else None
+
+
+def _is_maximum_of(node: Any, scores: Any) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target in (aten.amax.default,):
+        return node.args[0] is scores
+    source = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and source.target is aten.max.dim and source.args[0] is scores and node.args[1] == 0
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+# Products
+
+
+def _product(node: fx.Node) -> tuple[Operand, Operand] | None:
+    """Queries and keys of a node that multiplies them, else None."""
+    if node.target in (aten.matmul.default, aten.bmm.default):
+        return _plain(node.args[0]), _transposed(node.args[1])  # type: ignore[arg-type]
+    if node.target is aten.einsum.default:
+        return _einsum_scores(node)
+    return None
+
+
+def _transposed(node: fx.Node) -> Operand:
+    """`node` with its last two dimensions swapped, without a swap that the graph already made."""
+    rank = len(shape_of(node))
+    if node.target is aten.transpose.int:
+        dims = {int(dim) % rank for dim in node.args[1:3]}  # type: ignore[call-overload]
+        if dims == {rank - 1, rank - 2}:
+            return _plain(node.args[0])  # type: ignore[arg-type]
+    return Operand(node, (*range(rank - 2), rank - 1, rank - 2))
+
+
+def _einsum_parts(node: fx.Node) -> tuple[list[str], str, list[fx.Node]]:
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    inputs, _, output = equation.partition("->")
+    names = inputs.split(",")
+    letters_are_plain = "." not in equation and output and all(len(set(name)) == len(name) for name in names)
+    if not letters_are_plain or len(names) != 2:
+        raise NoMatch(f"the einsum {equation} is not known")
+    return names, output, list(operands)  # type: ignore[arg-type]
+
+
+def _einsum_scores(node: fx.Node) -> tuple[Operand, Operand]:
+    (left, right), output, operands = _einsum_parts(node)
+    *lead, query, key = output
+    contracted = [letter for letter in left if letter in right and letter not in output]
+    if len(contracted) != 1 or query not in left or key not in right:
+        raise NoMatch("the einsum of its scores does not end in query and key")
+    return (
+        _by_letters(operands[0], left, [*lead, query, contracted[0]]),
+        _by_letters(operands[1], right, [*lead, key, contracted[0]]),
+    )
+
+
+def _by_letters(node: fx.Node, letters: str, wanted: list[str]) -> Operand:
+    if sorted(letters) != sorted(wanted):
+        raise NoMatch("an einsum broadcasts over heads")
+    return Operand(node, tuple(letters.index(letter) for letter in wanted))
+
+
+# From the softmax down
+
+
+def _follow_weights(softmax: fx.Node, has_sinks: bool) -> tuple[float, fx.Node]:
+    """The attention weights as the last node before the values, and their dropout."""
+    node, dropout = softmax, 0.0
+    while True:
+        users = list(node.users)
+        if len(users) != 1:
+            raise NoMatch("its weights are used for something else than the values")
+        user = users[0]
+        if user.target is aten.dropout.default:
+            dropout = max(dropout, float(user.args[1]) if user.args[2] else 0.0)  # type: ignore[arg-type]
+        elif user.target is aten.slice.Tensor and has_sinks and _drops_sink(user):
+            has_sinks = False
+        elif not _keeps_pairs(user):
+            if has_sinks:
+                raise NoMatch("the weight of its sink is used")
+            return dropout, node
+        node = user
+
+
+def _drops_sink(node: fx.Node) -> bool:
+    before, after = shape_of(node.args[0])[-1], shape_of(node)[-1]  # type: ignore[arg-type]
+    start = node.args[2] if len(node.args) > 2 else 0
+    return start in (0, None) and size_expression(before) - size_expression(after) == 1
+
+
+def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
+    if output.target in (aten.matmul.default, aten.bmm.default) and output.args[0] is weights:
+        return _plain(output.args[1]), _identity(output)  # type: ignore[arg-type]
+    if output.target is aten.einsum.default:
+        return _einsum_value(output, weights)
+    raise NoMatch(f"its weights go into {_name(output)}, not into a product with values")
+
+
+def _einsum_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
+    (left, right), result, operands = _einsum_parts(output)
+    if operands[0] is not weights:
+        left, right, operands = right, left, operands[::-1]
+    *lead, query, key = left
+    width = [letter for letter in right if letter not in left]
+    if operands[0] is not weights or len(width) != 1 or sorted(result) != sorted([*lead, query, *width]):
+        raise NoMatch("the einsum of weights and values is not known")
+    natural = [*lead, query, width[0]]
+    return _by_letters(operands[1], right, [*lead, key, width[0]]), tuple(natural.index(letter) for letter in result)
+
+
+def is_score_softmax(node: fx.Node, symbol: Any) -> bool:
+    """Whether `node` is a softmax whose last two dimensions are (T, T), or (T, T + 1) with a sink."""
+    if node.target not in (aten.softmax.int, aten._softmax.default) or not is_tensor(node):
+        return False
+    shape = [size_expression(size) for size in shape_of(node)]
+    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    return len(shape) >= 2 and dim == len(shape) - 1 and shape[-2] == symbol and shape[-1] in (symbol, symbol + 1)

@@ -1,0 +1,128 @@
+"""The plan's tensors as inputs of a rewritten graph, and static tables gathered at the positions of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tree_compile.passes.static_values import StaticValues
+from tree_compile.runtime.tables import pair_at_positions
+
+PLAN_INPUTS = ("plan_segments", "plan_position", "plan_subtree_end", "plan_length")
+"""In this order: int64 CPU `[S, 5]`, int64 `[T]`, int64 `[T]`, and the number of tokens of the longest path."""
+
+OUTSIDE = "tree_compile_outside"
+"""Meta key of nodes over positions 0 … plan_length - 1, which have no token axis."""
+
+
+def add_plan_inputs(graph_module: fx.GraphModule) -> None:
+    """Adds the plan's placeholders behind the inputs of a captured graph."""
+    graph = graph_module.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    per_token = last.meta["val"][0]
+    for name in PLAN_INPUTS:
+        with graph.inserting_after(last):
+            last = graph.placeholder(name)
+            last.meta[OUTSIDE] = True
+            last.meta["val"] = per_token
+
+
+def plan_input(graph: fx.Graph, name: str) -> fx.Node:
+    """The placeholder `name`, one of PLAN_INPUTS."""
+    return next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+
+
+class RowTables:
+    """Puts static values into the layout of a row.
+
+    A static value is computed for the positions 0 … plan_length - 1, as for one unpacked sequence, and gathered at
+    every token's position. All of it stands at the top of the graph, once for all layers.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, statics: StaticValues) -> None:
+        self._graph = graph_module.graph
+        self._statics = statics
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._gathered: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._top = self._first_operation()
+
+    def _first_operation(self) -> fx.Node:
+        return next(node for node in self._graph.nodes if node.op in ("call_function", "output"))
+
+    def at_positions(self, node: fx.Node, dim: int) -> fx.Node:
+        """The table `node`, whose token dimension is `dim`, at the position of every token of the row."""
+        if (node, dim) not in self._gathered:
+            self._gathered[node, dim] = self._gather(node, dim)
+        return self._gathered[node, dim]
+
+    def _gather(self, node: fx.Node, dim: int) -> fx.Node:
+        table = self._copy(node)
+        gathered = self._insert(torch.ops.aten.index_select.default, table, dim, self._position())
+        return self._described(gathered, node)
+
+    def positions(self, node: fx.Node, dim: int, first: int) -> fx.Node:
+        """The integers `first + position` in the shape and dtype of `node`, whose token dimension is `dim`."""
+        if (node, dim) not in self._gathered:
+            shape = [1] * node.meta["val"].dim()
+            shape[dim] = -1
+            value = self._insert(torch.ops.aten.view.default, self._position(), shape)
+            if first:
+                value = self._insert(torch.ops.aten.add.Tensor, value, first)
+            if node.meta["val"].dtype != torch.int64:
+                value = self._insert(torch.ops.aten.to.dtype, value, node.meta["val"].dtype)
+            self._gathered[node, dim] = self._described(value, node)
+        return self._gathered[node, dim]
+
+    def pair(self, node: fx.Node, hides: bool) -> fx.Node:
+        """The pair table `node` for all pairs of the row's tokens, as a bias: floating `[heads, T, T]`."""
+        if (node, -1) not in self._gathered:
+            self._gathered[node, -1] = self._insert(pair_at_positions, self._copy(node), self._position(), hides)
+        return self._gathered[node, -1]
+
+    def slopes(self, slopes: torch.Tensor, dtype: torch.dtype) -> fx.Node:
+        """The bias `slope * position` of every head: `[heads, T]`."""
+        column = self._insert(torch.tensor, [[slope] for slope in slopes.tolist()], dtype=dtype, device=slopes.device)
+        return self._insert(torch.ops.aten.mul.Tensor, column, self._position())
+
+    def _position(self) -> fx.Node:
+        return plan_input(self._graph, "plan_position")
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """`node` and all that it depends on, computed for plan_length tokens."""
+        stack = [node]
+        while stack:
+            current = stack[-1]
+            missing = [source for source in current.all_input_nodes if source not in self._copies]
+            if self._is_number_of_tokens(current):
+                self._copies[current] = plan_input(self._graph, "plan_length")
+            elif current.op == "get_attr":
+                self._copies[current] = current
+            elif missing:
+                stack.extend(missing)
+                continue
+            else:
+                self._copies[current] = self._copy_one(current)
+            stack.pop()
+        return self._copies[node]
+
+    def _copy_one(self, node: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(self._top):
+            copy = self._graph.node_copy(node, lambda source: self._copies[source])
+        copy.meta[OUTSIDE] = True
+        copy.meta.pop("nn_module_stack", None)
+        return copy
+
+    def _is_number_of_tokens(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and node.target is torch.ops.aten.sym_size.int
+
+    def _insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._top):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta[OUTSIDE] = True
+        return node
+
+    def _described(self, node: fx.Node, original: fx.Node) -> fx.Node:
+        node.meta.update(val=original.meta["val"], stack_trace=original.meta.get("stack_trace"))
+        return node

@@ -1,0 +1,65 @@
+"""Sizes in a captured graph: which dimensions mention the number of tokens T, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+
+def token_symbol(graph: fx.Graph) -> sympy.Symbol:
+    """The symbol T: size 1 of the graph's inputs."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+            size = node.meta["val"].shape[1]
+            if isinstance(size, torch.SymInt):
+                return size.node.expr
+    raise ValueError("the graph has no input with a free number of tokens")
+
+
+def size_expression(size: Any) -> sympy.Expr:
+    """A size, an int or a SymInt, as an expression in T."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def token_factor(size: Any, symbol: sympy.Symbol) -> int:
+    """f where `size` is f * T; 0 where it does not mention T; -1 where it is anything else."""
+    expression = size_expression(size)
+    if not expression.free_symbols:
+        return 0
+    factor = sympy.cancel(expression / symbol)
+    return int(factor) if factor.is_Integer and factor > 0 else -1
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """Sizes of a node's tensor value."""
+    return tuple(node.meta["val"].shape)
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether `node` is a node with one tensor as its value."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_size(node: Any) -> bool:
+    """Whether `node` is a node with a number that depends on T as its value."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def inherited(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a node comes from, for a node that takes its place."""
+    return {name: meta[name] for name in ("stack_trace", "nn_module_stack") if name in meta}
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any]) -> fx.Node:
+    """Inserts a call with the origin `meta` and the fake value that its arguments give it."""
+    node = graph.call_function(target, args)
+    node.meta = inherited(meta)
+    values = fx.map_arg(args, lambda source: source.meta["val"])
+    fake = next(value for value in values if isinstance(value, Tensor))
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = target(*values)
+    return node

@@ -1,0 +1,297 @@
+"""Static values: what depends on T, constants and buffers alone, and what such a value means.
+
+A static value is classified by its values, never by the operations that made it: the static part of the graph is run
+at several numbers of tokens, below and above every constant that occurs in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
+
+GREATEST_PAIR = 8_200
+"""Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
+GREATEST_TABLE = 1 << 21
+_SIZES = (2, 3, 5, 8, 13, 41)
+_SENTINEL = 1 << 40
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same `value` at every T; no dimension mentions T."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One value for all tokens."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """f(t) along `dim`: the value at a token depends on its position alone.
+
+    `first` is set where the value is the integer `first + t`.
+    """
+
+    dim: int
+    first: int | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """f(q, k): dimension -2 is the query, -1 the key. `samples` are its values at growing T."""
+
+    samples: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """A value over several entries per token; it can only number rows, which the token-axis proof decides."""
+
+
+@dataclass(frozen=True)
+class LengthDependent:
+    """The value at a token changes with T."""
+
+    why: str
+
+
+Kind = Fixed | Fill | Table | Pair | Numbering | LengthDependent
+
+
+@dataclass(frozen=True)
+class StaticValues:
+    """The static part of a graph.
+
+    Attributes:
+        nodes: every static node.
+        kinds: what each static tensor means that a node outside the static part uses.
+        proved_length: greatest number of tokens that the classification holds for, None for no limit.
+    """
+
+    nodes: frozenset[fx.Node]
+    kinds: Mapping[fx.Node, Kind]
+    proved_length: int | None
+
+
+def find_static_values(graph_module: fx.GraphModule) -> StaticValues:
+    """Finds and classifies the static values of a captured graph (without in-place operations)."""
+    symbol = token_symbol(graph_module.graph)
+    nodes = static_nodes(graph_module)
+    frontier = _shared_frontier(graph_module.graph, nodes, symbol)
+    wide = {node for node in frontier if sum(token_factor(size, symbol) != 0 for size in shape_of(node)) > 1}
+    kinds: dict[fx.Node, Kind] = {}
+    for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
+        samples = _samples(graph_module, nodes, group, greatest)
+        kinds |= {node: _classify(node, samples[node], symbol) for node in group}
+    ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
+    return StaticValues(frozenset(nodes), ordered, _proved_length(graph_module, nodes, wide))
+
+
+def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that depend on T, constants and buffers alone."""
+    static: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            is_static = not isinstance(_attribute(graph_module, str(node.target)), nn.Parameter)
+        elif node.op == "call_function":
+            is_static = _is_size_of_input(node) or (
+                all(source in static for source in node.all_input_nodes) and not _is_random(node)
+            )
+        else:
+            is_static = False
+        if is_static:
+            static.add(node)
+    return static
+
+
+def evaluate(
+    graph_module: fx.GraphModule, nodes: set[fx.Node] | frozenset[fx.Node], wanted: Iterable[fx.Node], tokens: int
+) -> dict[fx.Node, Any]:
+    """Values of the static nodes `wanted` at T = `tokens`."""
+    wanted = set(wanted)
+    needed = _ancestors(wanted)
+    remaining = {node: sum(user in needed for user in node.users) for node in needed}
+    values: dict[fx.Node, Any] = {}
+    for node in graph_module.graph.nodes:
+        if node not in needed or node not in nodes:
+            continue
+        values[node] = _value(graph_module, node, values, tokens)
+        for source in node.all_input_nodes:
+            remaining[source] -= 1
+            if remaining[source] == 0 and source not in wanted:
+                values.pop(source, None)
+    return {node: values[node] for node in wanted}
+
+
+def _value(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any], tokens: int) -> Any:
+    if node.op == "get_attr":
+        return _attribute(graph_module, str(node.target))
+    if _is_size_of_input(node):
+        return tokens
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
+    seen, stack = set(nodes), list(nodes)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return seen
+
+
+def _frontier(graph: fx.Graph, static: set[fx.Node]) -> set[fx.Node]:
+    return {
+        node
+        for node in graph.nodes
+        if node in static
+        and node.op == "call_function"
+        and is_tensor(node)
+        and any(user not in static for user in node.users)
+    }
+
+
+def _shared_frontier(graph: fx.Graph, static: set[fx.Node], symbol: Any) -> set[fx.Node]:
+    """The frontier, once the reshaping that every layer does for itself is taken out of `static`.
+
+    Every layer unsqueezes the same rotary table: what is gathered should be the table, once.
+    """
+    while True:
+        frontier = _frontier(graph, static)
+        reshaping = {
+            node for node in frontier if static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)
+        }
+        if not reshaping:
+            return frontier
+        static -= reshaping
+
+
+def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
+    if node.target not in (torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor):
+        return False
+    source: Any = node.args[0]
+    dims = [dim for dim, size in enumerate(shape_of(source)) if token_factor(size, symbol) != 0]
+    if source.op != "call_function" or len(dims) != 1 or token_factor(shape_of(source)[dims[0]], symbol) != 1:
+        return False
+    return node.target is torch.ops.aten.unsqueeze.default or node.args[1] not in (dims[0], dims[0] - len(shape_of(source)))
+
+
+def _is_size_of_input(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# Probing
+
+
+def _constants(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> list[int]:
+    """Whole numbers that occur in the given nodes: windows, chunks, lengths at which something switches."""
+    found: set[int] = set()
+    for node in nodes:
+        found |= {abs(int(number)) for number in _numbers(node.args) if abs(number) < _SENTINEL}
+        if node.op == "get_attr":
+            value = _attribute(graph_module, str(node.target))
+            if isinstance(value, Tensor) and value.numel() == 1:
+                found.add(abs(int(value)))
+    return sorted(number for number in found if number > 2)
+
+
+def _numbers(args: Any) -> Iterable[int | float]:
+    for arg in args if isinstance(args, (tuple, list)) else (args,):
+        if isinstance(arg, (tuple, list)):
+            yield from _numbers(arg)
+        elif isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg and abs(arg) != float("inf"):
+            yield arg
+
+
+def _probe_sizes(constants: Sequence[int], greatest: int) -> list[int]:
+    small = [c + step for c in constants if c <= 512 for step in (-1, 0, 1, 2)]
+    large = [c + 1 for c in constants if c > 512]
+    double = [2 * c + 1 for c in constants]
+    return sorted({size for size in (*_SIZES, *small, *large, *double) if 2 <= size <= greatest})
+
+
+def _samples(
+    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], greatest: int
+) -> dict[fx.Node, list[Tensor]]:
+    samples: dict[fx.Node, list[Tensor]] = {node: [] for node in wanted}
+    sizes = _probe_sizes(_constants(graph_module, _ancestors(wanted)), greatest) if wanted else []
+    for tokens in sizes:
+        for node, value in _evaluate_or_stop(graph_module, nodes, wanted, tokens).items():
+            samples[node].append(value)
+    return samples
+
+
+def _evaluate_or_stop(
+    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], tokens: int
+) -> dict[fx.Node, Tensor]:
+    """A buffer may end before the greatest probe (a mask of `max_length` rows, say): such sizes give no sample."""
+    try:
+        return evaluate(graph_module, nodes, wanted, tokens)
+    except (IndexError, RuntimeError):
+        return {}
+
+
+def _proved_length(graph_module: fx.GraphModule, nodes: set[fx.Node], wide: set[fx.Node]) -> int | None:
+    constants = _constants(graph_module, _ancestors(wide) & nodes)
+    return next((constant for constant in constants if constant > GREATEST_PAIR - 2), None)
+
+
+# Meaning
+
+
+def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
+    factors = [token_factor(size, symbol) for size in shape_of(node)]
+    if any(factor not in (0, 1) for factor in factors):
+        return Numbering()
+    dims = [dim for dim, factor in enumerate(factors) if factor == 1]
+    if not samples or not all(_is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
+        return LengthDependent("its value at a token changes with the number of tokens that follow")
+    last = samples[-1]
+    if not dims:
+        return Fixed(last)
+    if all(bool((last == last.narrow(dim, 0, 1)).all()) for dim in dims):
+        return Fill()
+    if len(dims) == 1:
+        return Table(dims[0], _first_of_range(last, dims[0]))
+    if dims == [len(factors) - 2, len(factors) - 1]:
+        return Pair(tuple(samples))
+    return LengthDependent("it has token dimensions that are not those of a mask")
+
+
+def _is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:
+    for dim in dims:
+        larger = larger.narrow(dim, 0, smaller.shape[dim])
+    return torch.equal(smaller, larger) or bool(torch.equal(smaller.isnan(), larger.isnan()) and (smaller.nan_to_num() == larger.nan_to_num()).all())
+
+
+def _first_of_range(value: Tensor, dim: int) -> int | None:
+    """n where `value` is the integers n, n + 1, … along `dim` and has no other dimension of size above one."""
+    if value.dtype not in (torch.int32, torch.int64) or value.numel() != value.shape[dim]:
+        return None
+    flat = value.flatten()
+    first = int(flat[0])
+    return first if torch.equal(flat, torch.arange(first, first + len(flat), device=flat.device, dtype=flat.dtype)) else None

@@ -1,0 +1,216 @@
+"""Captures a model, written for one unpacked sequence, as a graph whose number of tokens T is free."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from tree_compile.errors import CaptureError, ControlFlowError, UnsupportedArgumentError
+from tree_compile.foreign import capturable
+from tree_compile.guards import LengthLimit, length_limit
+from tree_compile.passes.source import line_of_trace
+
+_LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """How the model's output is put together from the graph's flat results.
+
+    Attributes:
+        spec: the pytree of the output.
+        constants: the leaves that are not tensors, by their place among all leaves.
+    """
+
+    spec: pytree.TreeSpec
+    constants: Mapping[int, Any]
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """The model's output with `tensors` as its tensor leaves, in order."""
+        remaining = iter(tensors)
+        leaves = [
+            self.constants[place] if place in self.constants else next(remaining)
+            for place in range(self.spec.num_leaves)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        graph_module: the graph; placeholders are the inputs, each int64 `(1, T)`; parameters are the model's own
+            objects under the model's own names; returns the flat tuple of the output's tensors.
+        input_names: the model's names of the inputs, token ids first.
+        output_form: how to rebuild the model's output.
+        limit: the longest sequence that the capture holds for.
+    """
+
+    graph_module: fx.GraphModule
+    input_names: tuple[str, ...]
+    output_form: OutputForm
+    limit: LengthLimit
+
+
+@dataclass
+class _Seen:
+    output_form: OutputForm | None = None
+
+
+class _Unpacked(nn.Module):
+    """Calls the model with named inputs and flattens what it returns."""
+
+    def __init__(self, model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.input_names = tuple(input_names)
+        self.keywords = dict(keywords)
+        # An object of its own: torch.export undoes changes to attributes, lists and dicts of a module.
+        self.seen = _Seen()
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        leaves, spec = pytree.tree_flatten(call_model(self.model, self.input_names, values, self.keywords))
+        constants = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        self.seen.output_form = OutputForm(spec, constants)
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def call_model(
+    model: nn.Module, input_names: Sequence[str], values: Sequence[Tensor], keywords: Mapping[str, Any]
+) -> Any:
+    """Calls `model` on inputs of shape `(1, T)`: the first by position, so that its name is free, the rest by name."""
+    return model(values[0], **dict(zip(input_names[1:], values[1:], strict=True)), **keywords)
+
+
+def capture(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> Captured:
+    """Captures `model` in the mode (training or not) that its modules are in.
+
+    Args:
+        model: a causal language model that takes token ids int64 `(1, T)`.
+        input_names: names of the inputs, token ids first.
+        keywords: constant keyword arguments of every call.
+
+    Raises:
+        CaptureError: torch.export cannot trace the model.
+        ControlFlowError: the model's Python code branches on T, or on the values of tensors.
+        UnsupportedArgumentError: the output holds something else than tensors and plain constants.
+    """
+    unpacked = _Unpacked(model, input_names, keywords)
+    program = _export(unpacked, len(input_names), example_inputs(model, len(input_names)))
+    output_form = unpacked.seen.output_form
+    assert output_form is not None
+    _require_plain_constants(output_form)
+    limit = length_limit(program._guards_code, program.graph)
+    graph_module = _under_own_names(program.module(check_guards=False), input_names)
+    return Captured(graph_module, tuple(input_names), output_form, limit)
+
+
+def example_inputs(model: nn.Module, count: int) -> tuple[Tensor, ...]:
+    """Inputs of a length that no dimension of the model's parameters has; token ids small enough for any vocabulary."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    length = next((length for length in _LENGTHS if length not in sizes), 131)
+    ids = torch.arange(length, device=device_of(model))[None] % 2
+    return tuple(ids.clone() for _ in range(count))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Device of the model's first parameter or buffer; the CPU where it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    dynamic = {"values": tuple({1: torch.export.Dim.DYNAMIC} for _ in range(inputs))}
+    try:
+        with _quiet(), capturable(unpacked.model), torch.random.fork_rng():
+            return torch.export.export(unpacked, example, dynamic_shapes=dynamic, strict=False)
+    except Exception as error:
+        raise _explained(error) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides export's own warnings: what matters is raised as an error of ours."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+def _explained(error: Exception) -> Exception:
+    text = str(error)
+    if isinstance(error, (RuntimeError, ValueError)) and ("specialized it" in text or "data-dependent" in text):
+        return _control_flow(error)
+    return CaptureError(
+        f"torch.export could not capture the model: {type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else ''}",
+        where=_line_of_error(error),
+        why="the model has to be traced as one graph with a free number of tokens.",
+        hint="run torch.export.export(model, (ids,), strict=False) alone to see the whole message.",
+    )
+
+
+def _control_flow(error: Exception) -> ControlFlowError:
+    what = "the number of tokens" if "specialized it" in str(error) else "the values of tensors"
+    return ControlFlowError(
+        f"The model's Python code depends on {what}.",
+        where=line_of_trace(str(error)) or _line_of_error(error),
+        why="a captured graph takes one way through the code, for all sequences of a row at once.",
+        hint="write it as tensor operations, such as torch.where, or move it out of the model's forward.",
+    )
+
+
+def _line_of_error(error: BaseException) -> Any:
+    import traceback
+
+    return line_of_trace("".join(traceback.format_tb(error.__traceback__)))
+
+
+def _require_plain_constants(form: OutputForm) -> None:
+    for constant in form.constants.values():
+        if constant is not None and not isinstance(constant, (bool, int, float, str)):
+            raise UnsupportedArgumentError(
+                f"The model returns a {type(constant).__name__}, which is neither a tensor nor a plain constant.",
+                why="it cannot be split into one part for every sequence.",
+                hint="switch it off, for example with forward_kwargs={'use_cache': False}.",
+            )
+
+
+def _under_own_names(exported: fx.GraphModule, input_names: Sequence[str]) -> fx.GraphModule:
+    """The exported graph with the model's own names for its parameters, buffers and inputs."""
+    graph = fx.Graph()
+    attributes: dict[str, Any] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    names = iter(input_names)
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lambda old: copies[old]))
+            continue
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
+        if node.op == "get_attr":
+            target = str(node.target)
+            copies[node].target = target.removeprefix("model.")
+            attributes[str(copies[node].target)] = _attribute(exported, target)
+        elif node.op == "placeholder":
+            copies[node].target = copies[node].name = next(names)
+    return fx.GraphModule(attributes, graph, class_name="Captured")
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value

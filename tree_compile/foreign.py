@@ -1,0 +1,59 @@
+"""Settings of other libraries' models that stand in the way of a capture, changed while it lasts.
+
+Each setting chooses between implementations of the same mathematics, so the captured graph computes what the model
+computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_ATTENTION_THAT_TRACES = ("sdpa", "eager")
+_EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
+
+
+@contextlib.contextmanager
+def capturable(model: nn.Module) -> Iterator[None]:
+    """transformers' models with attention and experts in a form that torch.export can trace; others as they are."""
+    restore: list[tuple[Any, str, Any]] = []
+    for config in _configs(model):
+        for name, value in _changes(config, model):
+            restore.append((config, name, getattr(config, name)))
+            setattr(config, name, value)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            restore.append((module, "gradient_checkpointing", True))
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(restore):
+            setattr(owner, name, value)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def _changes(config: Any, model: nn.Module) -> Iterator[tuple[str, str]]:
+    attention = getattr(config, "_attn_implementation", None)
+    if attention is not None and attention not in _ATTENTION_THAT_TRACES:
+        yield "_attn_implementation_internal", "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    experts = getattr(config, "_experts_implementation", None)
+    if experts is not None and experts not in _EXPERTS_THAT_TRACE:
+        yield "_experts_implementation_internal", _experts_for(model)
+
+
+def _experts_for(model: nn.Module) -> str:
+    """`grouped_mm` has no float64."""
+    return "batched_mm" if any(p.dtype == torch.float64 for p in model.parameters()) else "grouped_mm"

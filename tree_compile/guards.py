@@ -1,0 +1,134 @@
+"""What a capture assumed about the number of tokens T: a range of lengths, or control flow that is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tree_compile.errors import ControlFlowError, SourceLine
+
+_LARGEST = 1 << 24
+_SMALL = 4_096
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The longest sequence for which the captured graph is the model's.
+
+    Attributes:
+        tokens: the greatest length that is allowed, or None where there is no limit.
+        where: the user's line that sets it.
+    """
+
+    tokens: int | None = None
+    where: SourceLine | None = None
+
+
+class _AnyInput:
+    """Stands for ``L['name']`` in a guard: every input has size (1, T)."""
+
+    def __init__(self, tokens: int) -> None:
+        self._size = torch.Size((1, tokens))
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def __getitem__(self, _key: Any) -> _AnyInput:
+        return self
+
+
+def _holds(code: Any, tokens: int) -> bool:
+    names = {"L": _AnyInput(tokens), "min": min, "max": max, "int": int, "Min": min, "Max": max}
+    return bool(eval(code, {"__builtins__": {}}, names))  # noqa: S307 - code that torch.export wrote
+
+
+def _probe_lengths() -> list[int]:
+    powers = [1 << exponent for exponent in range(12, 25)]
+    return sorted({*range(2, _SMALL), *(power + step for power in powers for step in (-1, 0, 1))})
+
+
+def _last_true(holds: partial[bool], low: int, high: int) -> int:
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _limit(guard: str) -> int | None:
+    """The greatest T that `guard` allows, None for no limit; raises ValueError where it is not an upper bound."""
+    holds = partial(_holds, compile(guard, "<guard>", "eval"))
+    lengths = _probe_lengths()
+    truth = [holds(tokens) for tokens in lengths]
+    if all(truth):
+        return None
+    first_false = truth.index(False)
+    if first_false == 0 or any(truth[first_false:]):
+        raise ValueError(guard)
+    return _last_true(holds, lengths[first_false - 1], lengths[first_false])
+
+
+def length_limit(guards: Iterable[str], graph: fx.Graph) -> LengthLimit:
+    """Reads the guards of an exported program.
+
+    A guard that holds for every length of two tokens or more says nothing; one that holds up to some length is a
+    limit; any other means that the model's Python code branches on T.
+
+    Args:
+        guards: `ExportedProgram._guards_code`.
+        graph: the captured graph, whose shape environment knows the lines that the guards come from.
+
+    Raises:
+        ControlFlowError: a guard is not an upper bound on T.
+    """
+    limit = LengthLimit()
+    for guard in guards:
+        try:
+            tokens = _limit(guard)
+        except ValueError:
+            raise _control_flow(_readable(guard), _guard_line(guard, graph)) from None
+        if tokens is not None and (limit.tokens is None or tokens < limit.tokens):
+            limit = LengthLimit(tokens, _guard_line(guard, graph))
+    return limit
+
+
+def _control_flow(condition: str, where: SourceLine | None) -> ControlFlowError:
+    return ControlFlowError(
+        f"The model's Python code depends on the number of tokens T: it assumed {condition}.",
+        where=where,
+        why="a row holds many sequences of different lengths, so there is no one T to branch on.",
+        hint="write the branch as tensor operations on positions, or move it out of the model's forward.",
+    )
+
+
+def _readable(guard: str) -> str:
+    return re.sub(r"L\[[^\]]*\](\[\d+\])?\.size\(\)\[1\]", "T", guard)
+
+
+def _shape_guards(graph: fx.Graph) -> list[Any]:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for size in getattr(value, "shape", ()):
+            if isinstance(size, torch.SymInt):
+                return list(size.node.shape_env.guards)
+    return []
+
+
+def _guard_line(guard: str, graph: fx.Graph) -> SourceLine | None:
+    """The line of the shape guard that is true for the same lengths as `guard`."""
+    holds = partial(_holds, compile(guard, "<guard>", "eval"))
+    for shape_guard in _shape_guards(graph):
+        if all(_symbolic_holds(shape_guard.expr, tokens) == holds(tokens) for tokens in range(2, 80)):
+            frame = shape_guard.sloc.framework_loc
+            return SourceLine(frame.filename, frame.lineno, (frame.line or "").strip()) if frame else None
+    return None
+
+
+def _symbolic_holds(expression: Any, tokens: int) -> bool:
+    return bool(expression.xreplace({symbol: sympy.Integer(tokens) for symbol in expression.free_symbols}))

@@ -10,7 +10,7 @@ import numpy as np
 
 from tree_compile.runtime.render import render_plan
 from tree_compile.runtime.rows import pack_rows, row_bounds
-from tree_compile.runtime.sequences import Batch, IntArray, Sequences, as_batch
+from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenArray, as_batch
 from tree_compile.runtime.tree import PrefixTree, build_prefix_tree
 
 __all__ = ["SEGMENT_COLUMNS", "Plan", "Row", "plan_rows"]
@@ -170,7 +170,7 @@ class Plan:
         return int(self.sequence_row[sequence])
 
     def render(self, width: int = 100) -> str:
-        """A picture of the tree and of the rows, as plain text of at most `width` columns."""
+        """A picture of the tree and of the rows, as plain text of at most `width` columns (60 or more)."""
         return render_plan(self, width)
 
 
@@ -260,9 +260,9 @@ def _segment_table(tree: PrefixTree, held: IntArray) -> tuple[IntArray, IntArray
     return np.stack([start, end, subtree_end[head], above, tree.start[held][head]], axis=1), table_index
 
 
-def _gather(values: list[IntArray], tree: PrefixTree, held: IntArray, padded: int | None) -> IntArray:
+def _gather(values: list[TokenArray], tree: PrefixTree, held: IntArray, padded: int | None) -> IntArray:
     start, end, source = tree.start[held].tolist(), tree.end[held].tolist(), tree.source[held].tolist()
-    parts = [values[i][first:past] for i, first, past in zip(source, start, end, strict=True)]
+    parts: list[TokenArray] = [values[i][first:past] for i, first, past in zip(source, start, end, strict=True)]
     if padded is not None:
         parts.append(np.zeros(padded - sum(map(len, parts)), np.int64))
-    return np.concatenate(parts)
+    return np.concatenate(parts, dtype=np.int64)

@@ -4,12 +4,113 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from tree_compile.runtime.plan import Plan
+    from tree_compile.runtime.plan import Plan, Row
+    from tree_compile.runtime.sequences import IntArray
+    from tree_compile.runtime.tree import PrefixTree
 
 __all__ = ["render_plan"]
 
+_MIN_WIDTH = 60
+_MAX_LINES = 24
+# One shade per depth; the last one serves all greater depths.
+_SHADES = "█▓▒░"
 
-def render_plan(plan: Plan, width: int) -> str:
-    """Draws the tree and the rows of a plan."""
-    return f"{plan.sequences} sequences {width}"
+
+def render_plan(plan: Plan, width: int = 100) -> str:
+    """Draws a plan.
+
+    First a summary. Then one line per segment of the tree, where a bar spans the positions of its tokens, so that
+    children lie to the right of their parent. Then one line per row, where every segment is a stretch of a bar in
+    the shade of its depth. Where there are too many, the segments with the most tokens below them and the first
+    rows are shown.
+
+    Args:
+        plan: what to draw.
+        width: columns to use, at least 60.
+
+    Raises:
+        ValueError: `width` is below 60.
+    """
+    if width < _MIN_WIDTH:
+        raise ValueError(f"width is {width}; a plan needs at least {_MIN_WIDTH} columns")
+    lines = [*_summary(plan), "", *_tree_lines(plan.tree, width), "", *_row_lines(plan, width)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _summary(plan: Plan) -> list[str]:
+    sequences, saved = _count(plan.sequences, "sequence"), plan.input_tokens / plan.packed_tokens
+    lines = [f"{sequences}: {plan.input_tokens:,} tokens in, {plan.packed_tokens:,} computed ({saved:.2f}x fewer)"]
+    if plan.row_tokens is not None:
+        lines.append(f"{_count(len(plan.rows), 'row')} of at most {plan.row_tokens:,} tokens")
+        lines.append(f"bound: {_count(plan.row_bound, 'row')}, {plan.token_bound:,} tokens; no packing needs fewer")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _tree_lines(tree: PrefixTree, width: int) -> list[str]:
+    shown = _largest(tree)
+    through = np.append(0, np.cumsum(np.bincount(tree.sequence_segment, minlength=len(tree))))
+    counts = [_count(through[tree.subtree[segment]] - through[segment], "sequence") for segment in shown]
+    labels = [f"{tokens:,}" for tokens in tree.length[shown].tolist()]
+    label_width, count_width = max(map(len, labels)), max(map(len, counts))
+    longest = int(tree.end.max())
+    scale = (width - label_width - count_width - 4) / longest
+    lines = [f"tree: {_count(len(tree), 'segment')}, positions 0 to {longest - 1:,} from left to right"]
+    for segment, label, count in zip(shown, labels, counts, strict=True):
+        bar = _span(int(tree.start[segment]), int(tree.end[segment]), scale)
+        lines.append(f"{label:>{label_width}}  {bar}  {count}")
+    if len(shown) < len(tree):
+        lines.append(f"… {_count(len(tree) - len(shown), 'smaller segment')}")
+    return lines
+
+
+def _largest(tree: PrefixTree) -> list[int]:
+    """The segments with the most tokens in their subtree, in pre-order: with each of them comes its parent."""
+    before = np.append(0, np.cumsum(tree.length))
+    below = before[tree.subtree] - before[:-1]
+    return sorted(np.argsort(-below, kind="stable")[:_MAX_LINES].tolist())
+
+
+def _span(start: int, end: int, scale: float) -> str:
+    first = int(start * scale)
+    return " " * first + "█" * max(1, int(end * scale) - first)
+
+
+def _row_lines(plan: Plan, width: int) -> list[str]:
+    shown = plan.rows[:_MAX_LINES]
+    labels = [f"row {index}" for index in range(len(shown))]
+    counts = [f"{row.length:,} in {_count(len(row.sequence_ids), 'sequence')}" for row in shown]
+    label_width, count_width = max(map(len, labels)), max(map(len, counts))
+    cells = width - label_width - count_width - 6
+    full = plan.row_tokens or shown[0].length
+    lines = ["rows: tokens computed, shaded by depth"]
+    for row, label, count in zip(shown, labels, counts, strict=True):
+        lines.append(f"{label:<{label_width}}  ▕{_bar(row, cells, full)}▏  {count}")
+    if len(shown) < len(plan.rows):
+        lines.append(f"… {_count(len(plan.rows) - len(shown), 'more row')}")
+    return lines
+
+
+def _bar(row: Row, cells: int, full: int) -> str:
+    """A row in which `full` tokens take all cells; a segment of two cells or more begins with a line."""
+    middle = (np.arange(cells) + 0.5) * full / cells
+    segment = np.searchsorted(row.segments[:, 1], middle, side="right").tolist()
+    shades = [_SHADES[min(depth, len(_SHADES) - 1)] for depth in _depths(row.segments[:, 3])] + [" "]
+    drawn = [shades[index] for index in segment]
+    for cell in range(1, cells - 1):
+        if segment[cell - 1] != segment[cell] == segment[cell + 1] < len(row.segments):
+            drawn[cell] = "│"
+    return "".join(drawn)
+
+
+def _depths(parent: IntArray) -> list[int]:
+    depths: list[int] = []
+    for above in parent.tolist():
+        depths.append(depths[above] + 1 if above >= 0 else 0)
+    return depths

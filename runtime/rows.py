@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from tree_compile.errors import SequenceTooLongError
+from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
 __all__ = ["pack_rows", "row_bounds"]
@@ -15,8 +18,8 @@ _OBJECTIVES = ("rows", "tokens")
 def pack_rows(tree: PrefixTree, row_tokens: int | None, objective: str = "rows") -> list[list[int]]:
     """Chooses the leaves of every row.
 
-    Leaves are placed in depth-first order, once into the row where they add the fewest tokens and once into the
-    row that they leave the fullest. The better of both results is taken.
+    Leaves are placed in depth-first order, each into the row where it adds the fewest tokens. This is done twice,
+    with the longest sequences first and with the largest subtrees first, and the better result is taken.
 
     Args:
         tree: the prefix tree.
@@ -35,9 +38,10 @@ def pack_rows(tree: PrefixTree, row_tokens: int | None, objective: str = "rows")
     if row_tokens is None:
         return [tree.leaves.tolist()]
     _check_fits(tree, row_tokens)
-    by_added = _place(tree, row_tokens, fullest=False)
-    by_filled = _place(tree, row_tokens, fullest=True)
-    return min(by_added, by_filled, key=_Placement.rows_first if objective == "rows" else _Placement.tokens_first).rows
+    longest, tokens = _longest_and_tokens_below(tree)
+    placements = [_place(_depth_first(tree, size), row_tokens) for size in (longest, tokens)]
+    best = min(placements, key=_Placement.rows_first if objective == "rows" else _Placement.tokens_first)
+    return [sorted(row) for row in best.rows]
 
 
 def row_bounds(tree: PrefixTree, row_tokens: int | None) -> tuple[int, int]:
@@ -73,6 +77,52 @@ def _check_fits(tree: PrefixTree, row_tokens: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Visit:
+    """A leaf in depth-first order: its path has `tokens` tokens, of which the leaf before it has the first `shared`."""
+
+    leaf: int
+    tokens: int
+    shared: int
+
+
+def _longest_and_tokens_below(tree: PrefixTree) -> tuple[list[int], list[int]]:
+    """For each segment the longest path through it, and the tokens of its subtree."""
+    longest, tokens = tree.end.tolist(), tree.length.tolist()
+    for segment, above in reversed(list(enumerate(tree.parent.tolist()))):
+        if above >= 0:
+            longest[above] = max(longest[above], longest[segment])
+            tokens[above] += tokens[segment]
+    return longest, tokens
+
+
+def _depth_first(tree: PrefixTree, size: list[int]) -> list[_Visit]:
+    """The leaves in a depth-first order in which siblings of greater size come first."""
+    children: dict[int, list[int]] = {}
+    for segment, above in enumerate(tree.parent.tolist()):
+        children.setdefault(above, []).append(segment)
+    start, end = tree.start.tolist(), tree.end.tolist()
+    visits: list[_Visit] = []
+    # A leaf shares with the leaf before it what lies above the first segment after that one.
+    stack, shared = sorted(children[-1], key=size.__getitem__), 0
+    while stack:
+        segment = stack.pop()
+        shared = min(shared, start[segment])
+        if segment in children:
+            stack += sorted(children[segment], key=size.__getitem__)
+        else:
+            visits.append(_Visit(segment, end[segment], shared))
+            shared = end[segment]
+    return visits
+
+
+def _place(visits: list[_Visit], row_tokens: int) -> _Placement:
+    placement = _Placement(len(visits), row_tokens)
+    for visit in visits:
+        placement.add(visit)
+    return placement
+
+
 class _Placement:
     """Rows while leaves are placed in them, one after the other in depth-first order."""
 
@@ -80,46 +130,32 @@ class _Placement:
         self.rows: list[list[int]] = []
         self.row_tokens = row_tokens
         self._used = np.zeros(leaves, np.int64)
-        # Tokens of the next leaf's path that each row holds already. In depth-first order no leaf of a row shares
-        # more with the next leaf than the one placed last.
+        # Tokens of the path at hand that each row holds. In depth-first order the leaf placed last in a row has
+        # more in common with the next leaf than any before it.
         self._held = np.zeros(leaves, np.int64)
 
-    def add(self, leaf: int, tokens: int, *, fullest: bool) -> None:
-        row = self._choose(tokens, fullest)
+    def add(self, visit: _Visit) -> None:
+        """Puts a leaf where it adds the fewest tokens, of those rows into the fullest; into a new row if none fits."""
+        held = self._held[: len(self.rows)]
+        np.minimum(held, visit.shared, out=held)
+        row = self._choose(visit.tokens - held)
         if row == len(self.rows):
             self.rows.append([])
-        self.rows[row].append(leaf)
-        self._used[row] += tokens - self._held[row]
-        self._held[row] = tokens
+        self.rows[row].append(visit.leaf)
+        self._used[row] += visit.tokens - self._held[row]
+        self._held[row] = visit.tokens
 
-    def branch(self, shared: int) -> None:
-        """Moves on to a leaf whose path shares this many tokens with the path before."""
-        held = self._held[: len(self.rows)]
-        np.minimum(held, shared, out=held)
-
-    def _choose(self, tokens: int, fullest: bool) -> int:
-        added = tokens - self._held[: len(self.rows)]
+    def _choose(self, added: IntArray) -> int:
         left = self.row_tokens - self._used[: len(self.rows)] - added
-        # Added tokens and tokens left are below row_tokens + 1: one number orders by the first, then by the second.
-        rank = left if fullest else added * (self.row_tokens + 1) + left
-        rank = np.where(left >= 0, rank, np.iinfo(np.int64).max)
-        if not len(rank) or left[row := int(rank.argmin())] < 0:
+        fits = np.flatnonzero(left >= 0)
+        if not len(fits):
             return len(self.rows)
-        return row
+        return int(fits[np.lexsort((left[fits], added[fits]))[0]])
 
     def rows_first(self) -> tuple[int, int]:
+        """Rows, then tokens."""
         return len(self.rows), int(self._used.sum())
 
     def tokens_first(self) -> tuple[int, int]:
-        return self.rows_first()[::-1]
-
-
-def _place(tree: PrefixTree, row_tokens: int, *, fullest: bool) -> _Placement:
-    leaves = tree.leaves
-    # What a leaf shares with the leaf before it lies above the first segment between them.
-    shared = np.append(0, tree.start[leaves[:-1] + 1])
-    placement = _Placement(len(leaves), row_tokens)
-    for leaf, tokens, above in zip(leaves.tolist(), tree.end[leaves].tolist(), shared.tolist(), strict=True):
-        placement.branch(above)
-        placement.add(leaf, tokens, fullest=fullest)
-    return placement
+        """Tokens, then rows."""
+        return int(self._used.sum()), len(self.rows)

@@ -15,9 +15,10 @@ from tree_compile.errors import EmptySequenceError, PayloadError, TokenRangeErro
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "IntArray", "Sequences", "TokenSequence", "as_batch"]
+__all__ = ["Batch", "IntArray", "Sequences", "TokenArray", "TokenSequence", "as_batch"]
 
 IntArray: TypeAlias = NDArray[np.int64]
+TokenArray: TypeAlias = NDArray[np.integer[Any]]
 TokenSequence: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
 Sequences: TypeAlias = "Sequence[TokenSequence] | Mapping[str, Sequence[TokenSequence]] | Batch"
 
@@ -33,17 +34,18 @@ class Batch:
     """The checked inputs of one call.
 
     Attributes:
-        inputs: one list of int64 arrays of shape [len_i] per input name; sequence i is element i of every list.
-            The first name is that of the tokens, the others are payloads.
+        inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
+            The first name is that of the tokens, the others are payloads. Arrays are not copied, and keep their
+            integer type.
     """
 
-    inputs: dict[str, list[IntArray]]
+    inputs: dict[str, list[TokenArray]]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
-    def tokens(self) -> list[IntArray]:
+    def tokens(self) -> list[TokenArray]:
         """The token ids of every sequence."""
         return next(iter(self.inputs.values()))
 
@@ -92,14 +94,14 @@ def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]
     return {first: inputs[first], **inputs}
 
 
-def _sequence_list(values: Any, name: str) -> list[IntArray]:
+def _sequence_list(values: Any, name: str) -> list[TokenArray]:
     if _is_tensor(values) or isinstance(values, np.ndarray):
         raise TokenTypeError(f"{name} is one {values.ndim}-D {type(values).__name__}", hint=_tensor_hint(values.ndim))
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TokenTypeError(f"{name} is a {type(values).__name__}, not a list of sequences", hint=_LIST_HINT)
     if not values:
         raise EmptySequenceError(f"{name} has no sequences", hint=_LIST_HINT)
-    return [_as_int64(values[i], f"sequence {i} of {name}") for i in range(len(values))]
+    return [_as_integers(values[i], f"sequence {i} of {name}") for i in range(len(values))]
 
 
 def _tensor_hint(dimensions: int) -> str:
@@ -108,7 +110,7 @@ def _tensor_hint(dimensions: int) -> str:
     return _PADDED_HINT
 
 
-def _as_int64(value: Any, label: str) -> IntArray:
+def _as_integers(value: Any, label: str) -> TokenArray:
     array = _as_array(value, label)
     if array.ndim != 1:
         raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one", hint=_LIST_HINT)
@@ -116,15 +118,23 @@ def _as_int64(value: Any, label: str) -> IntArray:
         raise EmptySequenceError(f"{label} is empty", hint="leave empty sequences out")
     if array.dtype.kind not in "iu":
         raise _not_integers(label, array.dtype)
-    if array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max:
+    if array.dtype.itemsize == 8 and array.dtype.kind == "u":
+        return _as_signed(array, label)
+    return array
+
+
+def _as_signed(array: TokenArray, label: str) -> IntArray:
+    if int(array.max()) > np.iinfo(np.int64).max:
         raise TokenRangeError(f"{label} holds {array.max()}, which does not fit in 64 signed bits")
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64)
 
 
 def _as_array(value: Any, label: str) -> NDArray[Any]:
     if isinstance(value, np.ndarray):
         return value
     if _is_tensor(value):
+        if value.numel() == 0:
+            return np.empty(value.shape)
         if value.is_floating_point() or value.is_complex():
             raise _not_integers(label, value.dtype)
         array: NDArray[Any] = value.detach().cpu().numpy()

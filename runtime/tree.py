@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from tree_compile.runtime.sequences import Batch, IntArray
+from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
 
 __all__ = ["PrefixTree", "build_prefix_tree"]
+
+# Tokens that are compared at once, at first; pieces grow with the prefix that has been found equal.
+_PIECE = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,36 +107,53 @@ class _Nodes:
 
 def _sorted_with_shared(batch: Batch) -> tuple[IntArray, IntArray]:
     """Sequence ids in token order, and the tokens that each shares with the one before it."""
-    keys, dtype = _keys(batch)
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
-    arrays = [np.frombuffer(keys[i], dtype) for i in order]
-    shared = np.zeros(len(keys), np.int64)
-    for k in range(1, len(keys)):
-        shared[k] = _common_prefix(arrays[k - 1], arrays[k])
-    return order, shared // len(batch.inputs)
+    order = _token_order(batch)
+    shared = [0]
+    shared += [
+        min(_common_prefix(values[i], values[j]) for values in batch.inputs.values()) for i, j in pairwise(order)
+    ]
+    return np.array(order), np.array(shared)
 
 
-def _keys(batch: Batch) -> tuple[list[bytes], np.dtype[np.unsignedinteger]]:
-    """The sequences as byte strings that compare as their tokens do: big-endian, the inputs interleaved."""
-    arrays = [array for values in batch.inputs.values() for array in values]
-    low, high = min(int(a.min()) for a in arrays), max(int(a.max()) for a in arrays)
-    dtype = np.dtype(">u8") if low < 0 else np.min_scalar_type(high).newbyteorder(">")
-    if len(batch.inputs) == 1:
-        return [tokens.astype(dtype).tobytes() for tokens in batch.tokens], dtype
-    interleaved = (np.stack(values, axis=1) for values in zip(*batch.inputs.values(), strict=True))
-    return [values.astype(dtype).tobytes() for values in interleaved], dtype
+def _token_order(batch: Batch) -> list[int]:
+    """Sequence ids in an order that puts those with a common prefix side by side, and a prefix before its extensions.
+
+    Sorts by a piece of every sequence, then each group of equal pieces by the next piece, so that only the tokens
+    that are shared, and not many more, are read.
+    """
+    order: list[int] = []
+    groups = [(0, list(range(len(batch))))]
+    while groups:
+        begin, group = groups.pop()
+        # A group of one and a group that has ended need no more pieces.
+        if len(group) == 1 or begin > len(batch.tokens[group[0]]):
+            order += group
+            continue
+        end = begin + max(begin, _PIECE)
+        equal: dict[bytes, list[int]] = {}
+        for i in group:
+            equal.setdefault(_piece(batch, i, begin, end), []).append(i)
+        groups += [(end, equal[piece]) for piece in sorted(equal, reverse=True)]
+    return order
 
 
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+def _piece(batch: Batch, sequence: int, begin: int, end: int) -> bytes:
+    """Tokens as bytes that start alike exactly when the tokens do, in all inputs."""
+    parts = [values[sequence][begin:end] for values in batch.inputs.values()]
+    together = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+    return together.astype(np.int64, copy=False).tobytes()
+
+
+def _common_prefix(left: TokenArray, right: TokenArray) -> int:
     limit = min(len(left), len(right))
-    begin, block = 0, 1024
+    begin = 0
     while begin < limit:
-        end = min(begin + block, limit)
+        end = min(begin + max(begin, _PIECE), limit)
         differs = left[begin:end] != right[begin:end]
         at = int(differs.argmax())
         if differs[at]:
             return begin + at
-        begin, block = end, 2 * block
+        begin = end
     return limit
 
 

@@ -1,0 +1,235 @@
+"""Rows as they are computed: tokens, positions, parents, and where each sequence lies."""
+
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.batches import ancestors, batches, chain, ranges_touch
+from tests.runtime.pages import run_page
+from tree_compile.runtime.plan import SEGMENT_COLUMNS, plan_rows
+
+ROOM = st.one_of(st.none(), st.integers(0, 8))
+MIN_SHARED = st.integers(1, 4)
+
+
+def limit(sequences, room):
+    return None if room is None else max(map(len, sequences)) + room
+
+
+@given(batches(), ROOM, MIN_SHARED, st.sampled_from(["rows", "tokens"]))
+def test_path_reads_back_every_sequence(sequences, room, min_shared_tokens, objective):
+    plan = plan_rows(sequences, limit(sequences, room), min_shared_tokens, objective)
+    for i, sequence in enumerate(sequences):
+        row = plan.rows[plan.row_of(i)]
+        path = row.path(i)
+        assert row.tokens[path].tolist() == sequence
+        assert row.position[path].tolist() == list(range(len(sequence)))
+        assert row.parent[path].tolist() == [-1, *path[:-1].tolist()]
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_payloads_follow_their_tokens(sequences, room, min_shared_tokens):
+    kinds = [[i % 2] * len(tokens) for i, tokens in enumerate(sequences)]
+    labels = [[token - 100 for token in tokens] for tokens in sequences]
+    inputs = {"input_ids": sequences, "kind": kinds, "label": labels}
+    plan = plan_rows(inputs, limit(sequences, room), min_shared_tokens)
+    for i in range(len(sequences)):
+        row = plan.rows[plan.row_of(i)]
+        assert {name: values[row.path(i)].tolist() for name, values in row.inputs.items()} == {
+            name: values[i] for name, values in inputs.items()
+        }
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_subtree_end_tells_ancestors(sequences, room, min_shared_tokens):
+    for row in plan_rows(sequences, limit(sequences, room), min_shared_tokens).rows:
+        parent, tokens = row.parent.tolist(), range(row.length)
+        for query in tokens:
+            visible = {key for key in tokens if key <= query < row.subtree_end[key]}
+            assert visible == ancestors(parent, query)
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_every_sequence_is_in_one_row(sequences, room, min_shared_tokens):
+    plan = plan_rows(sequences, limit(sequences, room), min_shared_tokens)
+    assert sorted(i for row in plan.rows for i in row.sequence_ids) == list(range(len(sequences)))
+    assert all(list(row.sequence_ids) == sorted(row.sequence_ids) for row in plan.rows)
+    assert all(i in plan.rows[plan.row_of(i)].sequence_ids for i in range(len(sequences)))
+
+
+@given(batches(), st.integers(0, 8), MIN_SHARED)
+def test_counts_and_bounds_hold(sequences, room, min_shared_tokens):
+    row_tokens = limit(sequences, room)
+    plan = plan_rows(sequences, row_tokens, min_shared_tokens)
+    assert all(row.length <= row_tokens for row in plan.rows)
+    assert plan.sequences == len(sequences)
+    assert plan.input_tokens == sum(map(len, sequences))
+    assert plan.row_bound <= len(plan.rows)
+    assert plan.token_bound <= plan.packed_tokens == sum(row.length for row in plan.rows) <= plan.input_tokens
+
+
+@given(batches(), ROOM)
+def test_row_computes_each_prefix_once(sequences, room):
+    for row in plan_rows(sequences, limit(sequences, room), min_shared_tokens=1).rows:
+        prefixes = {tuple(sequences[i][: end + 1]) for i in row.sequence_ids for end in range(len(sequences[i]))}
+        assert row.length == len(prefixes)
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_segment_table_agrees_with_the_tokens(sequences, room, min_shared_tokens):
+    for row in plan_rows(sequences, limit(sequences, room), min_shared_tokens).rows:
+        end_before = 0
+        for start, end, subtree_end, parent, position in row.segments.tolist():
+            assert start == end_before < end
+            assert set(row.subtree_end[start:end].tolist()) == {subtree_end}
+            assert row.position[start:end].tolist() == list(range(position, position + end - start))
+            assert row.parent[start] == (row.segments[parent, 1] - 1 if parent >= 0 else -1)
+            end_before = end
+        assert end_before == row.length
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_no_segment_has_a_single_child(sequences, room, min_shared_tokens):
+    for row in plan_rows(sequences, limit(sequences, room), min_shared_tokens).rows:
+        parents = row.segments[:, 3]
+        assert 1 not in np.bincount(parents[parents >= 0])
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_path_ranges_are_the_path_with_neighbours_merged(sequences, room, min_shared_tokens):
+    plan = plan_rows(sequences, limit(sequences, room), min_shared_tokens)
+    for i in range(len(sequences)):
+        row = plan.rows[plan.row_of(i)]
+        ranges = row.path_ranges(i)
+        assert not ranges_touch(ranges)
+        assert [k for start, end in ranges for k in range(start, end)] == row.path(i).tolist()
+
+
+@given(batches(), st.integers(0, 8), MIN_SHARED)
+def test_padding_is_roots_that_nobody_reads(sequences, room, min_shared_tokens):
+    row_tokens = limit(sequences, room)
+    padded = plan_rows(sequences, row_tokens, min_shared_tokens, pad_rows=True)
+    plain = plan_rows(sequences, row_tokens, min_shared_tokens)
+    for row, same in zip(padded.rows, plain.rows, strict=True):
+        used, padding = row.length, np.arange(row.length, row_tokens)
+        assert used == same.length
+        assert len(row.tokens) == len(row.position) == len(row.parent) == len(row.subtree_end) == row_tokens
+        assert not row.tokens[used:].any()
+        assert not row.position[used:].any()
+        assert set(row.parent[used:].tolist()) <= {-1}
+        assert row.subtree_end[used:].tolist() == (padding + 1).tolist()
+        assert row.segments.tolist() == same.segments.tolist()
+        assert row.subtree_end[:used].tolist() == same.subtree_end.tolist()
+        assert all(row.path(i).max() < used for i in row.sequence_ids)
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_plan_is_the_same_each_time_and_through_pickle(sequences, room, min_shared_tokens):
+    options = (limit(sequences, room), min_shared_tokens)
+    plan = plan_rows(sequences, *options)
+    again, copy = plan_rows(sequences, *options), pickle.loads(pickle.dumps(plan))
+    for other in (again, copy):
+        assert [row.sequence_ids for row in other.rows] == [row.sequence_ids for row in plan.rows]
+        assert [row.tokens.tolist() for row in other.rows] == [row.tokens.tolist() for row in plan.rows]
+        assert [row.segments.tolist() for row in other.rows] == [row.segments.tolist() for row in plan.rows]
+        assert [row.subtree_end.tolist() for row in other.rows] == [row.subtree_end.tolist() for row in plan.rows]
+
+
+def test_arrays_are_int64():
+    plan = plan_rows([np.array([1, 2, 3], np.uint16), np.array([1, 2], np.int8)], row_tokens=8, pad_rows=True)
+    (row,) = plan.rows
+    arrays = (row.tokens, row.position, row.parent, row.subtree_end, row.segments, row.path(0))
+    assert {array.dtype for array in arrays} == {np.dtype(np.int64)}
+
+
+def test_segment_table_of_a_small_tree():
+    (row,) = plan_rows([[1, 2, 3], [1, 2, 4, 5], [7]], min_shared_tokens=1).rows
+    assert SEGMENT_COLUMNS == ("start", "end", "subtree_end", "parent", "position")
+    assert row.segments.tolist() == [[0, 2, 5, -1, 0], [2, 3, 3, 0, 2], [3, 5, 5, 0, 2], [5, 6, 6, -1, 0]]
+
+
+def test_row_keeps_the_tree_it_was_packed_with():
+    # The two shared tokens are too few to be a branch of their own, in any row.
+    plan = plan_rows([[1, 1, 5, 5], [1, 1, 6, 6], [1, 1, 7, 7]], row_tokens=8, min_shared_tokens=3)
+    assert sorted(row.length for row in plan.rows) == [4, 8]
+
+
+def test_strict_prefix_in_two_rows_is_read_from_one():
+    plan = plan_rows([[1, 1, 1, 2, 2, 2], [1, 1, 1, 3, 3, 3], [1, 1]], row_tokens=6, min_shared_tokens=1)
+    assert len(plan.rows) == 2
+    assert sum(2 in row.sequence_ids for row in plan.rows) == 1
+
+
+def test_unknown_sequence_is_refused():
+    plan = plan_rows([[1, 2], [3, 4]], row_tokens=2)
+    other = plan.rows[1 - plan.row_of(0)]
+    with pytest.raises(KeyError, match="sequence 0 is not in this row"):
+        other.path(0)
+    with pytest.raises(KeyError, match="sequence 9 is not in this row"):
+        other.path_ranges(9)
+
+
+@pytest.mark.parametrize("sequence", [-1, 2])
+def test_row_of_an_unknown_sequence_is_refused(sequence):
+    with pytest.raises(IndexError, match="the batch has 2"):
+        plan_rows([[1, 2], [3, 4]]).row_of(sequence)
+
+
+def test_padding_without_a_row_length_is_refused():
+    with pytest.raises(ValueError, match="pad_rows=True needs row_tokens"):
+        plan_rows([[1]], pad_rows=True)
+
+
+@pytest.mark.parametrize("row_tokens", [None, 5_100])
+def test_chain_of_5000_segments_is_planned(row_tokens):
+    sequences = [np.array(sequence, np.int16) for sequence in chain(5_000)]
+    plan = plan_rows(sequences, row_tokens, min_shared_tokens=1)
+    assert plan.packed_tokens >= 5_000 + 4_999
+    for i in range(0, 5_000, 499):
+        row = plan.rows[plan.row_of(i)]
+        assert row.tokens[row.path(i)].tolist() == sequences[i].tolist()
+
+
+def test_chain_is_read_in_few_ranges():
+    (row,) = plan_rows(chain(500), min_shared_tokens=1).rows
+    assert max(len(row.path_ranges(i)) for i in row.sequence_ids) == 2
+
+
+def test_10000_sequences_are_planned():
+    rng = np.random.default_rng(0)
+    sequences = [
+        np.append(np.full(100, group), rng.integers(0, 1 << 30, 20)) for group in range(100) for _ in range(100)
+    ]
+    plan = plan_rows(sequences, 2_100)
+    assert len(plan.rows) == plan.row_bound == 100
+    for i in range(0, 10_000, 997):
+        row = plan.rows[plan.row_of(i)]
+        assert row.tokens[row.path(i)].tolist() == sequences[i].tolist()
+
+
+def test_10000_duplicates_are_computed_once():
+    plan = plan_rows([np.arange(50)] * 10_000, 64)
+    assert plan.packed_tokens == 50
+    assert plan.rows[0].path_ranges(9_999) == [(0, 50)]
+
+
+def test_airline_rollouts_are_planned_in_a_tenth_of_a_second(shared):
+    data = np.load(shared / "data" / "airline_rollouts.npz")
+    sequences = np.split(data["tokens"], np.cumsum(data["lengths"])[:-1])
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        plan = plan_rows(sequences, 32_768)
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.1
+    for i, sequence in enumerate(sequences):
+        row = plan.rows[plan.row_of(i)]
+        assert np.array_equal(row.tokens[row.path(i)], sequence)
+
+
+def test_page_is_right():
+    assert run_page("plan.md")

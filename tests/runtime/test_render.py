@@ -1,0 +1,65 @@
+"""The picture of a plan."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.batches import batches
+from tree_compile.runtime.plan import plan_rows
+
+SMALL = """\
+3 sequences: 24 tokens in, 20 computed (1.20x fewer)
+2 rows of at most 18 tokens
+bound: 2 rows, 20 tokens; no packing needs fewer
+
+tree: 4 segments, positions 0 to 9 from left to right
+4  █████████████████  2 sequences
+4                   ██████████████████  1 sequence
+6                   ███████████████████████████  1 sequence
+6  ██████████████████████████  1 sequence
+
+rows: tokens computed, shaded by depth
+row 0  ▕███████│▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓       ▏  14 in 2 sequences
+row 1  ▕███████████                     ▏  6 in 1 sequence"""
+
+
+def sequences_of(*runs):
+    return [[token for token, times in run for _ in range(times)] for run in runs]
+
+
+def test_picture_of_a_small_plan():
+    sequences = sequences_of([(1, 4), (2, 4)], [(1, 4), (3, 6)], [(4, 6)])
+    text = plan_rows(sequences, 18, min_shared_tokens=1).render(60)
+    assert text == SMALL
+
+
+@given(batches(), st.one_of(st.none(), st.integers(0, 8)), st.integers(60, 130))
+def test_lines_fit_the_width(sequences, room, width):
+    row_tokens = None if room is None else max(map(len, sequences)) + room
+    text = plan_rows(sequences, row_tokens, min_shared_tokens=1).render(width)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_bar_is_in_proportion_to_tokens():
+    text = plan_rows(sequences_of([(1, 75), (2, 25)], [(1, 75), (3, 100)]), min_shared_tokens=1).render(100)
+    bar = next(line for line in text.splitlines() if line.startswith("row 0"))
+    # 75 of the 200 tokens are at depth 0, the others at depth 1.
+    cells = bar.index("▏") - bar.index("▕") - 1
+    assert abs(bar.count("█") - cells * 75 / 200) <= 1
+
+
+def test_large_plan_is_cut_short():
+    sequences = [[group] * 100 + [answer] * 10 for group in range(40) for answer in range(50, 55)]
+    lines = plan_rows(sequences, 150).render().splitlines()
+    assert len(lines) < 60
+    assert "… 216 smaller segments" in lines
+    assert "… 16 more rows" in lines
+
+
+def test_bound_is_left_out_without_a_row_length():
+    assert "bound" not in plan_rows([[1, 2]]).render()
+
+
+def test_narrow_picture_is_refused():
+    with pytest.raises(ValueError, match="needs at least 60 columns"):
+        plan_rows([[1, 2]]).render(59)

@@ -1,0 +1,155 @@
+"""Packing leaves into rows, and the bounds."""
+
+import itertools
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.batches import batches, fewest, tree_segments
+from tests.runtime.pages import run_page
+from tree_compile.errors import SequenceTooLongError
+from tree_compile.runtime.rows import pack_rows, row_bounds
+from tree_compile.runtime.sequences import as_batch
+from tree_compile.runtime.tree import build_prefix_tree
+
+OBJECTIVES = st.sampled_from(["rows", "tokens"])
+
+
+def tree_of(sequences, min_shared_tokens=1):
+    return build_prefix_tree(as_batch(sequences), min_shared_tokens)
+
+
+def tokens_of(tree, leaves):
+    held = set()
+    for leaf in leaves:
+        segment = leaf
+        while segment >= 0:
+            held.add(segment)
+            segment = int(tree.parent[segment])
+    return sum(int(tree.length[segment]) for segment in held)
+
+
+@given(batches(), st.integers(0, 8), st.integers(1, 4), OBJECTIVES)
+def test_every_leaf_is_in_one_row_that_fits(sequences, room, min_shared_tokens, objective):
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences, min_shared_tokens)
+    rows = pack_rows(tree, row_tokens, objective)
+    assert sorted(itertools.chain(*rows)) == tree.leaves.tolist()
+    assert all(row == sorted(row) for row in rows)
+    assert all(tokens_of(tree, row) <= row_tokens for row in rows)
+
+
+@given(batches(most=6), st.integers(0, 8), st.integers(1, 4))
+def test_bounds_are_not_above_the_best_packing(sequences, room, min_shared_tokens):
+    row_tokens = max(map(len, sequences)) + room
+    best_rows, best_tokens = fewest(tree_segments([*map(tuple, sequences)], min_shared_tokens), row_tokens)
+    rows, tokens = row_bounds(tree_of(sequences, min_shared_tokens), row_tokens)
+    assert rows <= best_rows
+    assert tokens <= best_tokens
+
+
+def test_bounds_count_the_copies_of_a_shared_segment():
+    # 3 tokens, then 5 leaves of 2: a row of 7 holds the shared tokens and two leaves.
+    tree = tree_of([[0, 0, 0, leaf, leaf] for leaf in range(1, 6)])
+    assert row_bounds(tree, 7) == (3, 3 * 3 + 5 * 2)
+    assert len(pack_rows(tree, 7)) == 3
+
+
+def test_bounds_reach_through_the_tree():
+    # Each prompt alone needs two rows, since its three answers do not fit beside it.
+    tree = tree_of([[prompt] * 4 + [answer] * 2 for prompt in (1, 2) for answer in (3, 4, 5)])
+    assert row_bounds(tree, 8) == (4, 2 * (2 * 4 + 3 * 2))
+
+
+def test_one_row_without_a_limit():
+    tree = tree_of([[1, 2], [1, 3], [4]])
+    assert pack_rows(tree, None) == [tree.leaves.tolist()]
+    assert row_bounds(tree, None) == (1, 4)
+
+
+def test_sequence_as_long_as_a_row_fits():
+    assert len(pack_rows(tree_of([[1] * 9, [2]]), 9)) == 2
+
+
+def test_too_long_sequence_is_named():
+    with pytest.raises(SequenceTooLongError, match="sequence 1 has 9 tokens, more than row_tokens=8"):
+        pack_rows(tree_of([[1] * 8, [2] * 9, [3] * 10]), 8)
+
+
+def test_too_long_sequence_error_says_what_would_do():
+    with pytest.raises(SequenceTooLongError, match="raise row_tokens to 10"):
+        pack_rows(tree_of([[1] * 8, [2] * 9, [3] * 10]), 8)
+
+
+def test_unknown_objective_is_refused():
+    with pytest.raises(ValueError, match="'speed'; it must be one of 'rows', 'tokens'"):
+        pack_rows(tree_of([[1]]), None, "speed")
+
+
+def test_row_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="row_tokens is 0"):
+        pack_rows(tree_of([[1]]), 0)
+
+
+def test_least_marginal_cost_keeps_siblings_together():
+    # Interleaved prompts: the tightest fit would put two prompts and one answer of each into every row.
+    prompts = [[1] * 30, [2] * 30, [3] * 29]
+    sequences = [[*prompt, 10 + answer] for answer in range(30) for prompt in prompts]
+    assert len(pack_rows(tree_of(sequences), 60)) == 3
+
+
+@pytest.fixture
+def workloads(shared, monkeypatch):
+    monkeypatch.syspath_prepend(str(shared))
+    yield __import__("workloads")
+    sys.modules.pop("workloads")
+
+
+def test_published_example_takes_two_rows(workloads):
+    sequences, row_tokens = workloads.seed_example()
+    assert len(pack_rows(tree_of(sequences, 64), row_tokens)) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "over"),
+    [
+        ("groups_32k", 1.08),
+        ("groups_131k", 1.05),
+        ("agent_trees", 1.1),
+        ("long_documents", 1.2),
+        ("preference_pairs", 1.1),
+    ],
+)
+def test_rows_are_near_the_bound(workloads, family, over):
+    sequences, row_tokens = workloads.FAMILIES[family]()
+    tree = tree_of(sequences, 64)
+    bound, _ = row_bounds(tree, row_tokens)
+    assert bound <= len(pack_rows(tree, row_tokens)) <= over * bound
+
+
+@pytest.mark.parametrize(("objective", "sizes"), [("rows", [6, 6]), ("tokens", [3, 4, 4])])
+def test_objective_weighs_rows_against_tokens(objective, sizes):
+    # Two rows only hold all if the token that [2, 2, 2] and [2, 1] share is in both.
+    tree = tree_of([[0, 0, 1], [2, 2, 2], [2, 1], [1, 1, 1, 1]])
+    assert sorted(tokens_of(tree, row) for row in pack_rows(tree, 6, objective)) == sizes
+
+
+def test_10000_leaves_are_packed_in_seconds():
+    rng = np.random.default_rng(0)
+    sequences = [
+        np.append(np.full(100, group), rng.integers(0, 1 << 30, 20)) for group in range(1_000) for _ in range(10)
+    ]
+    tree = tree_of(sequences, 64)
+    begin = time.perf_counter()
+    rows = pack_rows(tree, 1_200)
+    assert time.perf_counter() - begin < 10
+    # A group has 100 + 10 x 20 tokens, so that four fill a row.
+    assert len(rows) == row_bounds(tree, 1_200)[0] == 250
+
+
+def test_page_is_right():
+    assert run_page("rows.md")

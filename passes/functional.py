@@ -36,7 +36,7 @@ class Functionalize:
             if node.op == "call_function" and _operator_name(node) in _ASSERTS:
                 graph.erase_node(node)
         for node in list(graph.nodes):
-            if node.op == "call_function" and _writes(node):
+            if node.op == "call_function" and writes(node):
                 _replace_write(graph, node)
         return PassReport(self.name, ())
 

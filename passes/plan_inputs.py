@@ -48,6 +48,11 @@ class RowTables:
         self._gathered: dict[tuple[fx.Node, int], fx.Node] = {}
         self._top = self._first_operation()
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a pair table is written out as T x T."""
+        return any(dim == -1 for _, dim in self._gathered)
+
     def _first_operation(self) -> fx.Node:
         return next(node for node in self._graph.nodes if node.op in ("call_function", "output"))
 

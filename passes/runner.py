@@ -1,0 +1,53 @@
+"""Runs passes over a graph: checks it before and after each, cleans it, and keeps its text and the pass's report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from tree_compile.passes.functional import writes
+from tree_compile.passes.report import PassReport
+
+Pass = Callable[[fx.GraphModule], PassReport]
+
+
+@dataclass
+class Trail:
+    """What happened to a graph.
+
+    Attributes:
+        stages: the graph's code after each pass, by the pass's name, and as captured.
+        reports: the passes' reports, in order.
+        seconds: time that each pass took.
+    """
+
+    stages: dict[str, str] = field(default_factory=dict)
+    reports: list[PassReport] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def run_pass(graph_module: fx.GraphModule, graph_pass: Pass, trail: Trail) -> None:
+    """Runs one pass, removes what nothing uses any more, and checks the graph."""
+    began = time.perf_counter()
+    report = graph_pass(graph_module)
+    remove_unused(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    trail.seconds[report.name] = time.perf_counter() - began
+    trail.stages[report.name] = readable(graph_module)
+    trail.reports.append(report)
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Erases nodes without users. fx keeps random ones, such as the dropout of an attention that was replaced."""
+    for node in reversed(graph.nodes):
+        if node.op not in ("placeholder", "output") and not node.users and not writes(node):
+            graph.erase_node(node)
+
+
+def readable(graph_module: fx.GraphModule) -> str:
+    """The graph as runnable Python, with the shapes of its values."""
+    return graph_module.print_readable(print_output=False)

@@ -1,0 +1,170 @@
+"""The token-axis proof: every operation of a rewritten graph works token by token, or is tree attention.
+
+Each value gets, for every dimension, an axis or none (see `axes`). A dimension whose size does not mention T cannot
+be a token axis; every other dimension has to be followed by a rule from the inputs to the outputs. What no rule
+covers is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
+from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
+from tree_compile.passes.plan_inputs import OUTSIDE
+from tree_compile.passes.report import PassReport
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
+from tree_compile.passes.source import source_line
+from tree_compile.passes.token_rules import RULES, Result, Step, rule_of
+from tree_compile.runtime.attention import tree_attention
+
+
+@dataclass(frozen=True)
+class ProveTokenAxis:
+    """Proves that a rewritten graph treats every token by itself, apart from tree attention.
+
+    Raises:
+        TokenMixingError: an operation mixes tokens.
+        UnknownOpError: an operation has no rule.
+    """
+
+    name: str = field(default="token axis", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+        symbol = token_symbol(graph_module.graph)
+        known: dict[fx.Node, Result] = {}
+        for node in graph_module.graph.nodes:
+            if node.op == "output":
+                _require_per_token(node, known)
+            elif not is_size(node):
+                known[node] = _result(node, known, symbol)
+        return PassReport(self.name, ())
+
+
+def _result(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:
+    if node.op == "placeholder" or node.meta.get(OUTSIDE):
+        return _per_token(node, symbol)
+    if node.op == "get_attr":
+        return Value((None,) * node.meta["val"].dim())
+    if node.target is operator.getitem:
+        parts: Any = known[node.args[0]]  # type: ignore[index]
+        return parts[node.args[1]]  # type: ignore[no-any-return]
+    return _checked(node, _apply(node, known, symbol), symbol)
+
+
+def _per_token(node: fx.Node, symbol: sympy.Symbol) -> Value:
+    """A value of which every dimension of size T goes along the tokens of the row."""
+    if not is_tensor(node):
+        return Value(())
+    return Value(tuple(TOKENS if token_factor(size, symbol) == 1 else None for size in shape_of(node)))
+
+
+def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:
+    rule = rule_of(node.target)
+    step = Step(node, known, symbol, _arguments(node))
+    try:
+        if rule is None:
+            return _without_tokens(step)
+        return rule(step)
+    except Mixes as error:
+        raise _mixing(node, str(error)) from None
+
+
+def _without_tokens(step: Step) -> Result:
+    """An operation without a rule is safe where it sees no tokens: its result is a constant of the model."""
+    results = step.node.meta.get("val")
+    values = results if isinstance(results, (tuple, list)) else (results,)
+    sees_tokens = any(step.raw(node).has_tokens for node in step.inputs())
+    makes_tokens = any(step.factor(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+    if sees_tokens or makes_tokens or _is_random(step.node):
+        raise _unknown(step.node)
+    shaped = tuple(Value((None,) * value.dim()) for value in values if isinstance(value, Tensor))
+    return shaped if isinstance(results, (tuple, list)) else shaped[0]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return dict(node.kwargs)
+    values = {argument.name: argument.default_value for argument in schema.arguments}
+    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
+    return values | dict(node.kwargs)
+
+
+def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:
+    """The rules are checked against the sizes that the capture knows."""
+    values = result if isinstance(result, tuple) else (result,)
+    metas = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    for value, meta in zip(values, metas, strict=True):
+        if sum(axis is not None for axis in value.axes) > 1:
+            raise _mixing(node, "it relates every token to every other, and is not an attention that can be rewritten")
+        mentions = [token_factor(size, symbol) != 0 for size in meta.shape]
+        if mentions != [axis is not None for axis in value.axes]:
+            raise _mixing(node, "the sizes of its result do not fit to the tokens that go into it")
+    return result
+
+
+def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
+    for result in node.all_input_nodes:
+        value = known[result]
+        assert isinstance(value, Value)
+        leading = value.axes[: 2 if shape_of(result)[0] == 1 else 1]
+        if value.content is not None or leading not in ((None, TOKENS), (TOKENS,), (TOKENS, None)):
+            raise _mixing(result, "the model returns it, and it is not one value for every token")
+
+
+def _mixing(node: fx.Node, why: str) -> RefusedModelError:
+    module = _innermost_module(node)
+    return TokenMixingError(
+        f"The operation {_name(node)}{f' in {module}' if module else ''} mixes tokens in a way that no rule covers.",
+        where=source_line(node),
+        why=f"{why}.",
+        hint="compute it per sequence outside of the model, or from each token and its ancestors alone.",
+    )
+
+
+def _unknown(node: fx.Node) -> UnknownOpError:
+    return UnknownOpError(
+        f"The operation {_name(node)} is not known.",
+        where=source_line(node),
+        why="there is no rule that says how it treats the token axis, so it cannot be proved to keep sequences apart.",
+        hint="if it works token by token, say so: tree_compile.passes.token_rules.register_token_rule(op, elementwise).",
+    )
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(getattr(target, "_schema", None) and target._schema.name or getattr(target, "__name__", target))
+
+
+def _innermost_module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    kinds = [kind for _, kind in stack.values()]
+    name = kinds[-1] if kinds else ""
+    return name.rsplit(".", 1)[-1] if isinstance(name, str) else getattr(name, "__name__", "")
+
+
+def _tree_attention(step: Step) -> Value:
+    """Tokens of queries, keys and values must be in the order of the row."""
+    query, key, value = (step.plain(argument) for argument in step.node.args[:3])
+    for operand in (query, key, value):
+        if operand.axes[2:] != (TOKENS, None):
+            raise Mixes("the keys of its attention are not one for every token of the row")
+    sinks = step.node.kwargs.get("sinks")
+    if sinks is not None and step.raw(sinks).has_tokens:
+        raise Mixes("the sinks of its attention depend on the tokens")
+    return Value((None, None, Axis(), None))
+
+
+RULES[tree_attention] = _tree_attention

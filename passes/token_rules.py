@@ -1,0 +1,831 @@
+"""Rules of the token-axis proof: for every operation, when it works token by token, and what comes out.
+
+A rule takes a `Step` (a node with what is known of its inputs) and returns what is known of its result, or raises
+`Mixes` with the reason. Rules are data: one entry of `RULES` per operator. Add your own with `register_token_rule`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tree_compile.passes.axes import (
+    BLANK,
+    TOKENS,
+    Axis,
+    Counts,
+    Keys,
+    Mixes,
+    Offsets,
+    RowNumber,
+    Slot,
+    Value,
+    broadcast,
+    unify,
+)
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor
+
+aten = torch.ops.aten
+Result = Value | tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of the proof.
+
+    Attributes:
+        node: the node.
+        known: what is known of every tensor before it.
+        symbol: T.
+        arguments: the node's arguments by the names of its operator's schema, defaults filled in.
+    """
+
+    node: fx.Node
+    known: Mapping[fx.Node, Result]
+    symbol: sympy.Symbol
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def value(self, name: str) -> Value:
+        """What is known of the tensor argument `name`, whose numbers must not be row numbers or counts."""
+        return self.plain(self.arguments[name])
+
+    def raw(self, argument: Any) -> Value:
+        """What is known of an argument; a number is a tensor without dimensions."""
+        if not isinstance(argument, fx.Node):
+            return Value(())
+        if is_size(argument):
+            raise Mixes("it uses the number of tokens as a value, which is not that of any one sequence")
+        known = self.known[argument]
+        assert isinstance(known, Value)
+        return known
+
+    def plain(self, argument: Any) -> Value:
+        """As `raw`, and refuses numbers that depend on the layout of the row."""
+        known = self.raw(argument)
+        if known.content is not None and not isinstance(known.content, Keys):
+            raise Mixes("it computes with numbers of rows, which depend on what else is in the row")
+        return known.without_content()
+
+    def inputs(self) -> list[Any]:
+        """All tensor-valued arguments, in order."""
+        return [node for node in self.node.all_input_nodes if is_tensor(node)]
+
+    def factor(self, size: Any) -> int:
+        """f for a size f * T, 0 for a size without T."""
+        factor = token_factor(size, self.symbol)
+        if factor < 0:
+            raise Mixes(f"it makes a dimension of size {size_expression(size)}, where T is the number of tokens")
+        return factor
+
+    def out_factors(self) -> list[int]:
+        """Factors of the result's sizes."""
+        return [self.factor(size) for size in shape_of(self.node)]
+
+    def dim(self, dim: Any, rank: int) -> int:
+        """A dimension counted from the front."""
+        return int(dim) % max(rank, 1)
+
+
+Rule = Callable[[Step], Result]
+RULES: dict[Any, Rule] = {}
+
+
+def register_token_rule(operator: Any, rule: Rule) -> None:
+    """Adds or replaces the rule of an operator (an `OpOverload`, or a function that graphs call).
+
+    Args:
+        operator: such as `torch.ops.mylib.scale.default`.
+        rule: takes a `Step`, returns the `Value` of the result, or raises `Mixes`. `elementwise` is one.
+    """
+    RULES[operator] = rule
+
+
+def _operators(names: str) -> list[Any]:
+    """Overloads such as `add.Tensor`; a name without overload stands for all overloads. Unknown names are skipped."""
+    found: list[Any] = []
+    for name in names.split():
+        packet_name, _, overload = name.partition(".")
+        packet = getattr(aten, packet_name, None)
+        if packet is not None:
+            overloads = [overload] if overload else packet.overloads()
+            found += [getattr(packet, o) for o in overloads if o in packet.overloads()]
+    return found
+
+
+def _rule(names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for operator in _operators(names):
+            RULES[operator] = rule
+        return rule
+
+    return register
+
+
+def rule_of(operator: Any) -> Rule | None:
+    """The rule of an operator; those that torch tags as pointwise need no entry."""
+    if operator in RULES:
+        return RULES[operator]
+    name = getattr(operator, "name", lambda: "")()
+    if name in RULES_OF_OTHERS:
+        return RULES_OF_OTHERS[name]
+    return elementwise if torch.Tag.pointwise in getattr(operator, "tags", ()) else None
+
+
+# Element by element
+
+
+def elementwise(step: Step) -> Value:
+    """Every number of the result comes from the numbers at the same place."""
+    return Value(broadcast(step.plain(argument) for argument in _leaves(step.node.args, step.node.kwargs)))
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for argument in (*args, *kwargs.values()):
+        found += _leaves(argument, {}) if isinstance(argument, (list, tuple)) else [argument]
+    return [argument for argument in found if isinstance(argument, fx.Node)]
+
+
+for _operator in _operators(
+    "dropout masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar type_as copy lerp polar rsub"
+):
+    RULES[_operator] = elementwise
+
+
+@_rule("to _to_copy clone contiguous alias detach lift_fresh_copy float half double")
+def _same(step: Step) -> Value:
+    return step.raw(step.node.args[0])
+
+
+@_rule("floor_divide div.Tensor_mode div.Scalar_mode")
+def _floor_divide(step: Step) -> Value:
+    """The row number of an entry, divided by the entries per token, is the number of its token."""
+    known, divisor = step.raw(step.node.args[0]), step.node.args[1]
+    content = known.content
+    if not isinstance(content, RowNumber):
+        return elementwise(step)
+    if step.node.kwargs.get("rounding_mode", "floor") == "floor" and content.axis.right == divisor:
+        return Value(known.axes, RowNumber(Axis(content.axis.left, 1)))
+    raise Mixes("it divides row numbers by something else than the number of entries per token")
+
+
+@_rule("remainder.Scalar fmod.Scalar")
+def _remainder(step: Step) -> Value:
+    known = step.raw(step.node.args[0])
+    if isinstance(known.content, RowNumber) and known.content.axis.right == step.node.args[1]:
+        return known.without_content()
+    return elementwise(step)
+
+
+# New tensors
+
+
+@_rule(
+    "zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
+    "scalar_tensor empty_strided"
+)
+def _new(step: Step) -> Value:
+    for name in ("fill_value", "s"):
+        if is_size(step.arguments.get(name)):
+            raise Mixes("it uses the number of tokens as a value, which is not that of any one sequence")
+    return Value(tuple(BLANK if factor else None for factor in step.out_factors()))
+
+
+@_rule("arange.default")
+def _arange(step: Step) -> Value:
+    (factor,) = step.out_factors()
+    if factor == 0:
+        return Value((None,))
+    return Value((TOKENS if factor == 1 else BLANK,), RowNumber(TOKENS if factor == 1 else BLANK))
+
+
+# Along some dimensions
+
+
+def _dims_along(step: Step, dims: Any, rank: int) -> set[int]:
+    if dims is None or dims == []:
+        return set(range(rank))
+    return set(_list_of_dims(step, dims, rank))
+
+
+def _along(what: str) -> Rule:
+    def rule(step: Step) -> Result:
+        known = step.value("self")
+        dims = _dims_along(step, step.arguments.get("dim"), len(known.axes))
+        if any(known.axes[dim] is not None for dim in dims):
+            raise Mixes(f"it {what} along the tokens")
+        kept = step.arguments.get("keepdim", False)
+        removed = set() if kept or not _reduces(step) else dims
+        axes = tuple(axis for dim, axis in enumerate(known.axes) if dim not in removed)
+        result = Value(axes)
+        results = step.node.meta["val"]
+        return (result,) * len(results) if isinstance(results, (tuple, list)) else result
+
+    return rule
+
+
+def _reduces(step: Step) -> bool:
+    value = step.node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return len(first.shape) < len(shape_of(step["self"]))
+
+
+for _operator in _operators(
+    "sum mean amax amin max min prod any all argmax argmin logsumexp norm linalg_vector_norm std var std_mean "
+    "var_mean median mode kthvalue count_nonzero nansum nanmean std.correction var.correction max.dim min.dim"
+):
+    if torch.Tag.pointwise not in _operator.tags:
+        RULES[_operator] = _along("reduces")
+for _operator in _operators("softmax _softmax log_softmax _log_softmax"):
+    RULES[_operator] = _along("takes a softmax")
+for _operator in _operators("cumprod cummax cummin logcumsumexp"):
+    RULES[_operator] = _along("accumulates")
+for _operator in _operators("diff"):
+    RULES[_operator] = _along("subtracts neighbours")
+for _operator in _operators("topk"):
+    RULES[_operator] = _along("selects")
+
+
+@_rule("flip.default")
+def _flip(step: Step) -> Value:
+    return _moved(step, step["dims"], "reverses the order along the tokens")
+
+
+@_rule("roll.default")
+def _roll(step: Step) -> Value:
+    return _moved(step, step["dims"] or None, "shifts along the tokens")
+
+
+def _moved(step: Step, dims: Any, why: str) -> Value:
+    known = step.value("self")
+    if any(known.axes[dim] is not None for dim in _dims_along(step, dims, len(known.axes))):
+        raise Mixes(f"it {why}")
+    return known
+
+
+@_rule("layer_norm rms_norm _fused_rms_norm native_layer_norm")
+def _layer_norm(step: Step) -> Value:
+    known = step.value("input")
+    if any(axis is not None for axis in known.axes[-len(step["normalized_shape"]) :]):
+        raise Mixes("it normalizes over the tokens")
+    _require_no_tokens(step, "weight", "bias")
+    return known
+
+
+@_rule("batch_norm")
+def _batch_norm(step: Step) -> Value:
+    known = step.value("input")
+    if step["training"] or known.axes[1] is not None:
+        raise Mixes("it normalizes over the tokens of the batch")
+    return known
+
+
+@_rule("group_norm instance_norm")
+def _group_norm(step: Step) -> Value:
+    known = step.value("input")
+    if any(axis is not None for axis in known.axes[1:]):
+        raise Mixes("it normalizes over the tokens")
+    return known
+
+
+def _require_no_tokens(step: Step, *names: str) -> None:
+    for name in names:
+        if step.raw(step.arguments.get(name)).has_tokens:
+            raise Mixes(f"its {name} depends on the tokens")
+
+
+# Moving dimensions
+
+
+@_rule("transpose.int swapaxes swapdims.default")
+def _transpose(step: Step) -> Value:
+    known = step.raw(step.node.args[0])
+    first, second = (step.dim(dim, len(known.axes)) for dim in step.node.args[1:3])
+    axes = list(known.axes)
+    axes[first], axes[second] = axes[second], axes[first]
+    return Value(tuple(axes), known.content)
+
+
+@_rule("t numpy_T mT matrix_H")
+def _reverse_two(step: Step) -> Value:
+    known = step.raw(step.node.args[0])
+    return Value((*known.axes[:-2], *known.axes[-2:][::-1]), known.content)
+
+
+@_rule("permute.default")
+def _permute(step: Step) -> Value:
+    known = step.raw(step["self"])
+    return Value(tuple(known.axes[step.dim(dim, len(known.axes))] for dim in step["dims"]), known.content)
+
+
+@_rule("movedim.intlist movedim.int")
+def _movedim(step: Step) -> Value:
+    known = step.raw(step["self"])
+    rank = len(known.axes)
+    source, destination = (_list_of_dims(step, step[name], rank) for name in ("source", "destination"))
+    moved = dict(zip(destination, source, strict=True))
+    rest = iter(place for place in range(rank) if place not in source)
+    order = [moved[place] if place in moved else next(rest) for place in range(rank)]
+    return Value(tuple(known.axes[place] for place in order), known.content)
+
+
+def _list_of_dims(step: Step, dims: Any, rank: int) -> list[int]:
+    return [step.dim(dim, rank) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+
+
+@_rule("unsqueeze.default")
+def _unsqueeze(step: Step) -> Value:
+    known = step.raw(step["self"])
+    axes = list(known.axes)
+    axes.insert(step.dim(step["dim"], len(axes) + 1), None)
+    return Value(tuple(axes), known.content)
+
+
+@_rule("squeeze")
+def _squeeze(step: Step) -> Value:
+    known, shape = step.raw(step.node.args[0]), shape_of(step.node.args[0])  # type: ignore[arg-type]
+    dims = step.node.args[1] if len(step.node.args) > 1 else None
+    chosen = _dims_along(step, dims, len(shape))
+    kept = [dim for dim, size in enumerate(shape) if dim not in chosen or size_expression(size) != 1]
+    return Value(tuple(known.axes[dim] for dim in kept), known.content)
+
+
+@_rule("view.default reshape.default _unsafe_view.default _reshape_copy.default flatten.using_ints unflatten.int view_copy.default")
+def _view(step: Step) -> Value:
+    """Sizes are taken apart into factors, in order, and put together again; T must stay whole."""
+    known = step.raw(step.node.args[0])
+    factors = step.out_factors()
+    if all(axis is None or axis == BLANK for axis in known.axes):
+        return Value(tuple(BLANK if factor else None for factor in factors), known.content)
+    atoms = _Atoms.of(step, step.node.args[0], known)
+    axes = tuple(atoms.take(size, factor) for size, factor in zip(shape_of(step.node), factors, strict=True))
+    content = known.content
+    if isinstance(content, RowNumber) and axes != known.axes and len([axis for axis in axes if axis]) != 1:
+        raise Mixes("it reshapes row numbers")
+    return Value(axes, content)
+
+
+@dataclass
+class _Atoms:
+    """Sizes of a tensor in order: whole numbers, and axes that cannot be split."""
+
+    atoms: list[int | Axis]
+
+    @classmethod
+    def of(cls, step: Step, node: Any, known: Value) -> _Atoms:
+        atoms: list[int | Axis] = []
+        for size, axis in zip(shape_of(node), known.axes, strict=True):
+            if axis is None:
+                atoms.append(int(size))
+            elif axis == BLANK or axis.order is not None:
+                atoms.append(axis)
+            else:
+                atoms += [axis.left, TOKENS, axis.right]
+        return cls([atom for atom in atoms if atom != 1])
+
+    def take(self, size: Any, factor: int) -> Axis | None:
+        """The axis of the next dimension of the result."""
+        if factor == 0:
+            self._numbers(int(size))
+            return None
+        left = self._numbers_before_tokens()
+        if not self.atoms or not isinstance(self.atoms[0], Axis):
+            raise Mixes(_SPLIT)
+        axis = self.atoms.pop(0)
+        assert isinstance(axis, Axis)
+        if axis == BLANK:
+            return BLANK
+        if axis.order is not None:
+            if left != 1 or axis.left * axis.right != factor:
+                raise Mixes("it reshapes rows while they are sorted")
+            return axis
+        if factor % left:
+            raise Mixes(_SPLIT)
+        self._numbers(factor // left)
+        return Axis(left, factor // left)
+
+    def _numbers_before_tokens(self) -> int:
+        left = 1
+        while self.atoms and isinstance(self.atoms[0], int):
+            left *= self.atoms.pop(0)  # type: ignore[operator]
+        return left
+
+    def _numbers(self, wanted: int) -> None:
+        """Takes numbers from the front whose product is `wanted`."""
+        while wanted > 1:
+            if not self.atoms or isinstance(self.atoms[0], Axis):
+                raise Mixes(_SPLIT)
+            first = self.atoms[0]
+            shared = math.gcd(first, wanted)
+            if shared not in (first, wanted):
+                raise Mixes(_SPLIT)
+            wanted //= shared
+            self.atoms[0] = first // shared
+            if self.atoms[0] == 1:
+                self.atoms.pop(0)
+
+
+_SPLIT = "it reshapes the tensor so that tokens and features are mixed in one dimension"
+
+
+@_rule("view_as_complex.default")
+def _view_as_complex(step: Step) -> Value:
+    return Value(step.value("self").axes[:-1])
+
+
+@_rule("view_as_real.default")
+def _view_as_real(step: Step) -> Value:
+    return Value((*step.value("self").axes, None))
+
+
+@_rule("expand.default broadcast_to.default expand_as.default")
+def _expand(step: Step) -> Value:
+    known = step.raw(step.node.args[0])
+    factors = step.out_factors()
+    padded = (None,) * (len(factors) - len(known.axes)) + known.axes
+    return Value(tuple(axis or (BLANK if f else None) for axis, f in zip(padded, factors, strict=True)), known.content)
+
+
+@_rule("repeat.default tile.default")
+def _repeat(step: Step) -> Value:
+    known = step.value("self")
+    times = list(step.node.args[1])  # type: ignore[arg-type]
+    padded = (None,) * (len(times) - len(known.axes)) + known.axes
+    if any(is_size(count) for count in times):
+        return Value(tuple(axis or (BLANK if f else None) for axis, f in zip(padded, step.out_factors(), strict=True)))
+    return Value(tuple(_tiled(axis, int(count)) for axis, count in zip(padded, times, strict=True)))
+
+
+def _tiled(axis: Axis | None, count: int) -> Axis | None:
+    if axis is None or axis == BLANK or count == 1:
+        return axis
+    if axis.order is not None:
+        raise Mixes("it repeats rows while they are sorted")
+    return Axis(axis.left * count, axis.right)
+
+
+@_rule("repeat_interleave.self_int")
+def _repeat_interleave(step: Step) -> Value:
+    known, dim = step.value("self"), step["dim"]
+    if dim is None:
+        raise Mixes("it flattens tokens and features into one dimension")
+    axes = list(known.axes)
+    axis = axes[step.dim(dim, len(axes))]
+    if axis is not None and axis != BLANK:
+        if axis.order is not None:
+            raise Mixes("it repeats rows while they are sorted")
+        axes[step.dim(dim, len(axes))] = Axis(axis.left, axis.right * int(step["repeats"]))
+    return Value(tuple(axes))
+
+
+# Taking parts
+
+
+@_rule("slice.Tensor narrow.default")
+def _slice(step: Step) -> Value:
+    known, dim = step.raw(step.node.args[0]), step["dim"]
+    place = step.dim(dim, len(known.axes))
+    before, after = shape_of(step.node.args[0])[place], shape_of(step.node)[place]  # type: ignore[arg-type]
+    if known.axes[place] is not None and size_expression(before) != size_expression(after):
+        raise Mixes("it cuts or shifts the tokens")
+    if known.axes[place] is None and step.factor(after):
+        raise Mixes("it takes as many parts of a tensor without tokens as there are tokens")
+    return known
+
+
+@_rule("select.int")
+def _select(step: Step) -> Value:
+    known = step.raw(step["self"])
+    place = step.dim(step["dim"], len(known.axes))
+    if known.axes[place] is not None:
+        raise Mixes("it takes one token out of all")
+    return Value(known.axes[:place] + known.axes[place + 1 :], known.content)
+
+
+@_rule("split.Tensor split_with_sizes chunk unsafe_split unsafe_chunk tensor_split split.sizes")
+def _split(step: Step) -> Result:
+    known = step.value("self")
+    if known.axes[step.dim(step["dim"], len(known.axes))] is not None:
+        raise Mixes("it splits the tokens")
+    return (known,) * len(step.node.meta["val"])
+
+
+@_rule("unbind.int")
+def _unbind(step: Step) -> Result:
+    known = step.value("self")
+    place = step.dim(step["dim"], len(known.axes))
+    if known.axes[place] is not None:
+        raise Mixes("it splits the tokens")
+    return (Value(known.axes[:place] + known.axes[place + 1 :]),) * len(step.node.meta["val"])
+
+
+@_rule("cat.default concat.default")
+def _cat(step: Step) -> Value:
+    values = [step.plain(part) for part in step["tensors"]]
+    values = [value for value, part in zip(values, step["tensors"], strict=True) if shape_of(part) != (0,)]
+    place = step.dim(step["dim"], len(values[0].axes))
+    if any(value.axes[place] is not None for value in values):
+        raise Mixes("it joins something to the tokens")
+    return Value(broadcast(values))
+
+
+@_rule("stack.default")
+def _stack(step: Step) -> Value:
+    axes = list(broadcast(step.plain(part) for part in step["tensors"]))
+    axes.insert(step.dim(step["dim"], len(axes) + 1), None)
+    return Value(tuple(axes))
+
+
+@_rule("constant_pad_nd.default pad.default")
+def _pad(step: Step) -> Value:
+    known, pad = step.value("self"), step["pad"]
+    for place in range(len(pad) // 2):
+        if known.axes[-1 - place] is not None and (pad[2 * place] != 0 or pad[2 * place + 1] != 0):
+            raise Mixes("it shifts or extends the tokens")
+    return known
+
+
+@_rule("slice_scatter.default select_scatter.default")
+def _slice_scatter(step: Step) -> Value:
+    whole, part = step.value("self"), step.value("src")
+    place = step.dim(step["dim"], len(whole.axes))
+    part_axes = part.axes if "start" in step.arguments else (*part.axes[:place], None, *part.axes[place:])
+    if whole.axes[place] is not None and (
+        "start" not in step.arguments or size_expression(shape_of(step["src"])[place]) != size_expression(shape_of(step["self"])[place])
+    ):
+        raise Mixes("it writes some of the tokens only")
+    return Value(broadcast([whole, Value(part_axes)]))
+
+
+@_rule("triu.default tril.default")
+def _triangle(step: Step) -> Value:
+    known = step.value("self")
+    if any(axis is not None for axis in known.axes[-2:]):
+        raise Mixes("it treats tokens by their place in the row")
+    return known
+
+
+# Products
+
+
+@_rule("linear.default")
+def _linear(step: Step) -> Value:
+    known = step.value("input")
+    _require_no_tokens(step, "weight", "bias")
+    if known.axes[-1] is not None:
+        raise Mixes("it multiplies along the tokens")
+    axes = known.axes[:-1]
+    return Value((*axes, None) if step.raw(step["weight"]).axes[1:] else axes)
+
+
+@_rule("matmul.default mm.default bmm.default")
+def _matmul(step: Step) -> Value:
+    left, right = (step.plain(argument) for argument in step.node.args[:2])
+    return _product(left.axes, right.axes)
+
+
+def _product(left: tuple[Axis | None, ...], right: tuple[Axis | None, ...]) -> Value:
+    """Axes of a matrix product; a vector has no dimension to give."""
+    rows = left[-2:-1]
+    columns = right[-1:] if len(right) > 1 else ()
+    contracted = (left[-1], right[-2] if len(right) > 1 else right[-1])
+    if any(axis is not None for axis in contracted):
+        raise Mixes("it sums over the tokens")
+    if any(rows) and any(columns):
+        raise Mixes("it relates every token to every other, and is not an attention that can be rewritten")
+    lead = broadcast([Value(left[:-2]), Value(right[:-2])])
+    return Value((*lead, *rows, *columns))
+
+
+@_rule("addmm.default baddbmm.default addbmm.default")
+def _addmm(step: Step) -> Value:
+    added, left, right = (step.plain(argument) for argument in step.node.args[:3])
+    return Value(broadcast([added, _product(left.axes, right.axes)]))
+
+
+@_rule("einsum.default")
+def _einsum(step: Step) -> Value:
+    inputs, _, output = str(step["equation"]).replace(" ", "").partition("->")
+    if not output or "." in inputs:
+        raise Mixes("an einsum without an explicit output, or with an ellipsis, is not known")
+    letters: dict[str, list[Axis | None]] = {}
+    for names, operand in zip(inputs.split(","), step["tensors"], strict=True):
+        for letter, axis in zip(names, step.plain(operand).axes, strict=True):
+            letters.setdefault(letter, []).append(axis)
+    axes = {letter: unify(found) for letter, found in letters.items()}
+    if any(axis is not None for letter, axis in axes.items() if letter not in output):
+        raise Mixes("it sums over the tokens")
+    return Value(tuple(axes[letter] for letter in output))
+
+
+@_rule("conv1d.default conv2d.default conv3d.default")
+def _convolution(step: Step) -> Value:
+    known = step.value("input")
+    _require_no_tokens(step, "weight", "bias")
+    if known.axes[1] is not None or any(
+        axis is not None and size != 1 for axis, size in zip(known.axes[2:], shape_of(step["weight"])[2:], strict=True)
+    ):
+        raise Mixes("it mixes neighbouring tokens")
+    if any(axis is not None for axis in known.axes[2:]) and any(number != 0 for number in step["padding"]):
+        raise Mixes("it shifts or extends the tokens")
+    return known
+
+
+@_rule("embedding.default")
+def _embedding(step: Step) -> Value:
+    _require_no_tokens(step, "weight")
+    return Value((*step.value("indices").axes, None))
+
+
+@_rule("one_hot.default")
+def _one_hot(step: Step) -> Value:
+    return Value((*step.value("self").axes, None))
+
+
+# Rows by number: dispatch to experts and back
+
+
+@_rule("sort.default sort.stable argsort")
+def _sort(step: Step) -> Result:
+    raw = step.raw(step["self"])
+    axis = raw.axes[step.dim(step["dim"], len(raw.axes))] if raw.axes else None
+    if axis is None:
+        return (step.value("self"),) * 2 if _is_pair(step) else step.value("self")
+    if isinstance(raw.content, RowNumber) and axis.order is not None and not step["descending"]:
+        return _inverse_of(step, axis)
+    known = step.value("self")
+    if len(known.axes) != 1 or axis.order is not None:
+        raise Mixes("it sorts the tokens")
+    sorted_axis = Axis(axis.left, axis.right, step.node)
+    numbers = Value((sorted_axis,), RowNumber(axis))
+    return (Value((sorted_axis,), Keys(step.node)), numbers) if _is_pair(step) else numbers
+
+
+def _inverse_of(step: Step, axis: Axis) -> Result:
+    """Sorting the row numbers of sorted entries puts them back: where each is found is its slot."""
+    natural = Axis(axis.left, axis.right)
+    assert axis.order is not None
+    slots = Value((natural,), Slot(axis.order))
+    return (Value((natural,), RowNumber(natural)), slots) if _is_pair(step) else slots
+
+
+def _is_pair(step: Step) -> bool:
+    return isinstance(step.node.meta["val"], (tuple, list))
+
+
+@_rule("histc.default")
+def _histc(step: Step) -> Value:
+    content = step.raw(step["self"]).content
+    if isinstance(content, Keys) and step["min"] == 0 and step["max"] == step["bins"] - 1:
+        return Value((None,), Counts(content.order))
+    return _counted(step)
+
+
+@_rule("bincount.default")
+def _bincount(step: Step) -> Value:
+    content = step.raw(step["self"]).content
+    return Value((None,), Counts(content.order)) if isinstance(content, Keys) else _counted(step)
+
+
+def _counted(step: Step) -> Value:
+    known = step.value("self")
+    if known.has_tokens:
+        raise Mixes("it counts over the tokens")
+    return Value((None,))
+
+
+@_rule("cumsum.default")
+def _cumsum(step: Step) -> Result:
+    content = step.raw(step["self"]).content
+    return Value((None,), Offsets(content.order)) if isinstance(content, Counts) else _CUMSUM(step)
+
+
+_CUMSUM = _along("accumulates")
+
+
+@_rule("_grouped_mm.default")
+def grouped_product(step: Step) -> Value:
+    """Rows sorted by expert, times the weight of their expert: the groups must end where the sort says."""
+    left, offsets = step.plain(step.node.args[0]), step.raw(_third(step))
+    _require_plain_node(step, step.node.args[1])
+    order = left.axes[0].order if left.axes[0] is not None else None
+    if order is None or offsets.content != Offsets(order):
+        raise Mixes("its groups of rows are not those of the sort that put the rows in order")
+    return Value((left.axes[0], None))
+
+
+def _third(step: Step) -> Any:
+    return step.node.args[2] if len(step.node.args) > 2 else step.node.kwargs["offs"]
+
+
+def _require_plain_node(step: Step, node: Any) -> None:
+    if step.raw(node).has_tokens:
+        raise Mixes("its weight depends on the tokens")
+
+
+@_rule("index.Tensor")
+def _index(step: Step) -> Value:
+    known = step.raw(step["self"])
+    indices = list(step["indices"]) + [None] * (len(known.axes) - len(step["indices"]))
+    used = [place for place, index in enumerate(indices) if index is not None]
+    picked = broadcast(_taken(step, known, place, indices[place]) for place in used)
+    rest = [axis for place, axis in enumerate(known.axes) if place not in used]
+    adjacent = used == list(range(used[0], used[-1] + 1))
+    front = used[0] if adjacent else 0
+    content = known.content if len(known.axes) == 1 else None
+    if known.content is not None and content is None:
+        raise Mixes("it takes parts of row numbers")
+    return Value((*rest[:front], *picked, *rest[front:]), content)
+
+
+def _taken(step: Step, known: Value, place: int, index: Any) -> Value:
+    """Axes of an index tensor, once it is clear that it takes, at every entry, that entry's own row."""
+    axis, chosen = known.axes[place], step.raw(index)
+    if index.meta["val"].dtype == torch.bool:
+        raise Mixes("it selects rows by a mask")
+    if axis is None:
+        return step.plain(index)
+    if isinstance(chosen.content, RowNumber) and axis.order is None and _same_rows(chosen.content.axis, axis):
+        return chosen.without_content()
+    if isinstance(chosen.content, Slot) and axis.order is chosen.content.order:
+        return chosen.without_content()
+    raise Mixes("it takes rows by numbers that may belong to other tokens")
+
+
+def _same_rows(numbers: Axis, axis: Axis) -> bool:
+    return axis != BLANK and (numbers.left, numbers.right) == (axis.left, axis.right)
+
+
+@_rule("index_select.default")
+def _index_select(step: Step) -> Value:
+    known = step.raw(step["self"])
+    place = step.dim(step["dim"], len(known.axes))
+    picked = _taken(step, known, place, step["index"]).axes
+    return Value((*known.axes[:place], *picked, *known.axes[place + 1 :]), known.content if len(known.axes) == 1 else None)
+
+
+@_rule("index_put.default")
+def _index_put(step: Step) -> Value:
+    whole, indices, values = step.raw(step["self"]), step["indices"], step["values"]
+    if len(whole.axes) == 1 and len(indices) == 1 and not step["accumulate"]:
+        numbers, put = step.raw(indices[0]), step.raw(values)
+        axis = numbers.axes[0] if numbers.axes else None
+        if isinstance(numbers.content, RowNumber) and axis is not None and axis.order is not None and _covers(numbers.content.axis, axis):
+            if put.content == RowNumber(BLANK) or put.content == RowNumber(TOKENS):
+                return Value((numbers.content.axis,), Slot(axis.order))
+            if put.axes == (axis,) and put.content is None:
+                return Value((numbers.content.axis,))
+    raise Mixes("it writes rows by numbers that may belong to other tokens")
+
+
+def _covers(numbers: Axis, axis: Axis) -> bool:
+    return (numbers.left, numbers.right) == (axis.left, axis.right)
+
+
+@_rule("index_add.default")
+def _index_add(step: Step) -> Value:
+    whole, numbers, added = step.value("self"), step.raw(step["index"]), step.value("source")
+    place = step.dim(step["dim"], len(whole.axes))
+    axis, content = added.axes[place], numbers.content
+    into = whole.axes[place]
+    same_entries = isinstance(content, RowNumber) and numbers.axes == (axis,)
+    if axis is None or not same_entries or into is None or (into != BLANK and not _same_rows(content.axis, into)):  # type: ignore[union-attr]
+        raise Mixes("it adds rows by numbers that may belong to other tokens")
+    rest = broadcast([Value(whole.axes[:place] + whole.axes[place + 1 :]), Value(added.axes[:place] + added.axes[place + 1 :])])
+    return Value((*rest[:place], Axis(content.axis.left, content.axis.right), *rest[place:]))  # type: ignore[union-attr]
+
+
+@_rule("gather.default take_along_dim")
+def _gather(step: Step) -> Value:
+    return _within_rows(step, step.node.args[2], step.node.args[1], "takes", [])
+
+
+@_rule("scatter scatter_add scatter_reduce")
+def _scatter(step: Step) -> Value:
+    source = step.node.args[3]
+    return _within_rows(step, step.node.args[1], step.node.args[2], "writes", [source])
+
+
+def _within_rows(step: Step, first: Any, second: Any, what: str, others: list[Any]) -> Value:
+    dim, index = (first, second) if isinstance(first, int) else (second, first)
+    known, numbers = step.value("self"), step.plain(index)
+    place = step.dim(dim, len(known.axes))
+    if known.axes[place] is not None:
+        raise Mixes(f"it {what} rows by numbers that may belong to other tokens")
+    values = [step.plain(other) for other in others]
+    return Value(broadcast([known, numbers, *values]))
+
+
+RULES_OF_OTHERS: dict[str, Rule] = {
+    "transformers::grouped_mm_fallback": grouped_product,
+}
+"""Rules of operators that other libraries register, by name, since they need not be installed."""

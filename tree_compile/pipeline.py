@@ -1,0 +1,79 @@
+"""From a captured model to a rewritten one: the passes in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from tree_compile.capture import Captured, OutputForm, capture
+from tree_compile.guards import LengthLimit
+from tree_compile.passes.attention import RewriteAttention
+from tree_compile.passes.batch_norm import RefuseBatchNorm
+from tree_compile.passes.functional import Functionalize
+from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
+from tree_compile.passes.positions import RewritePositions, position_limit
+from tree_compile.passes.runner import Trail, readable, run_pass
+from tree_compile.passes.static_values import StaticValues, find_static_values
+from tree_compile.passes.token_axis import ProveTokenAxis
+from tree_compile.passes.vocabulary import vocabulary_size
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A model that takes rows.
+
+    Attributes:
+        graph_module: takes the inputs, each `(1, T)`, then plan_segments, plan_position, plan_subtree_end and
+            plan_length; returns the flat tuple of the output's tensors in the layout of the row.
+        output_form: how to rebuild the model's output.
+        vocabulary: number of token ids, or None where the graph does not tell.
+        limits: limits on the length of a sequence, the tightest first.
+        dense: whether a mask without a closed form is written out as T x T.
+        trail: what the passes did.
+    """
+
+    graph_module: fx.GraphModule
+    output_form: OutputForm
+    vocabulary: int | None
+    limits: tuple[LengthLimit, ...]
+    dense: bool
+    trail: Trail
+
+
+def rewrite_model(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> Rewritten:
+    """Captures and rewrites `model` in the mode that it is in.
+
+    Raises:
+        RefusedModelError: the model cannot be proved exact on a prefix tree.
+    """
+    return rewrite(capture(model, input_names, keywords))
+
+
+def rewrite(captured: Captured) -> Rewritten:
+    """Rewrites a captured graph in place.
+
+    Raises:
+        RefusedModelError: the model cannot be proved exact on a prefix tree.
+    """
+    graph_module, trail = captured.graph_module, Trail()
+    trail.stages["captured"] = readable(graph_module)
+    run_pass(graph_module, RefuseBatchNorm(), trail)
+    run_pass(graph_module, Functionalize(), trail)
+    statics = find_static_values(graph_module)
+    limits = _limits(captured, graph_module, statics)
+    vocabulary = vocabulary_size(graph_module.graph)
+    add_plan_inputs(graph_module)
+    tables = RowTables(graph_module, statics)
+    for graph_pass in (RewriteAttention(statics, tables), RewritePositions(statics, tables), ProveTokenAxis()):
+        run_pass(graph_module, graph_pass, trail)
+    trail.stages["rewritten"] = readable(graph_module)
+    return Rewritten(graph_module, captured.output_form, vocabulary, limits, tables.has_pairs, trail)
+
+
+def _limits(captured: Captured, graph_module: fx.GraphModule, statics: StaticValues) -> tuple[LengthLimit, ...]:
+    proved = LengthLimit(statics.proved_length)
+    found = (captured.limit, position_limit(graph_module, statics), proved)
+    return tuple(sorted((limit for limit in found if limit.tokens is not None), key=lambda limit: limit.tokens or 0))

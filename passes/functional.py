@@ -45,7 +45,8 @@ def _operator_name(node: fx.Node) -> str:
     return str(getattr(node.target, "_opname", ""))
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether the node changes one of its arguments in place."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 

@@ -1,0 +1,138 @@
+"""Tiny random models of the architectures that transformers has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tree_compile.errors import InputError
+
+__all__ = ["tiny_model"]
+
+# Each is used where the architecture has a setting of that name.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+}
+
+# Each is used where the architecture's own default is not None, 0 or False.
+_WHERE_ON: dict[str, Any] = {
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_DROPOUT = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "dropout",
+    "embd_pdrop",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "resid_pdrop",
+)
+
+_LATENT_ATTENTION = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 16}
+
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gpt_oss": {"rope_parameters": {**_YARN, "rope_theta": 150_000.0}},
+    "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0]},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def tiny_model(model_type: str, **overrides: Any) -> nn.Module:
+    """Builds a tiny random causal language model, the same one each time.
+
+    Windows and chunks are of 8 tokens, there are few experts, and there is no dropout. All parameters are random, also
+    those that an untrained model has at 0 or 1.
+
+    Args:
+        model_type: the name that transformers gives to the architecture, such as "llama".
+        overrides: settings of the architecture's config.
+
+    Returns:
+        A float32 model in training mode that takes `input_ids` [batch, length].
+
+    Raises:
+        InputError: transformers is not installed, or does not know the name, or cannot build the model.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        hint = "pip install transformers, or name a function of your own as module:factory"
+        raise InputError(f"building the model {model_type!r} needs the package transformers", hint=hint) from error
+    try:
+        known = AutoConfig.for_model(model_type)
+    except ValueError as error:
+        hint = 'give a model_type as it stands in a config.json, such as "llama", or module:factory'
+        raise InputError(f"transformers knows no model type {model_type!r}", hint=hint) from error
+    try:
+        config = AutoConfig.for_model(model_type, **{**_settings(model_type, known), **overrides})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+            _spread_parameters(model)
+    except Exception as error:
+        hint = "build it yourself and name the function that does as module:factory"
+        raise InputError(f"transformers cannot build a tiny {model_type!r}: {error}", hint=hint) from error
+    return model
+
+
+def _settings(model_type: str, known: Any) -> dict[str, Any]:
+    settings = {name: value for name, value in _SIZES.items() if _has_setting(known, name)}
+    settings |= {name: value for name, value in _WHERE_ON.items() if getattr(known, name, None)}
+    settings |= {name: 0.0 for name in _DROPOUT if hasattr(known, name)}
+    if hasattr(known, "kv_lora_rank"):
+        settings.pop("head_dim", None)
+        settings |= _LATENT_ATTENTION
+    return settings | _OF_TYPE.get(model_type, {})
+
+
+def _has_setting(known: Any, name: str) -> bool:
+    derived = getattr(type(known), name, None)
+    return hasattr(known, name) and not isinstance(derived, property)
+
+
+@torch.no_grad()
+def _spread_parameters(model: nn.Module) -> None:
+    """Moves biases, gains and sinks off the 0 or 1 at which mistakes in them would not show."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -16,8 +16,10 @@ from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
 from tree_compile.passes.positions import RewritePositions, position_limit
 from tree_compile.passes.runner import Trail, readable, run_pass
+from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
+from tree_compile.passes.random import draws
 from tree_compile.passes.vocabulary import vocabulary_size
 
 
@@ -29,17 +31,21 @@ class Rewritten:
         graph_module: takes the inputs, each `(1, T)`, then plan_segments, plan_position, plan_subtree_end and
             plan_length; returns the flat tuple of the output's tensors in the layout of the row.
         output_form: how to rebuild the model's output.
+        batched: for every tensor of the output, whether it has a batch dimension of one before its tokens.
         vocabulary: number of token ids, or None where the graph does not tell.
         limits: limits on the length of a sequence, the tightest first.
         dense: whether a mask without a closed form is written out as T x T.
+        random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
     """
 
     graph_module: fx.GraphModule
     output_form: OutputForm
+    batched: tuple[bool, ...]
     vocabulary: int | None
     limits: tuple[LengthLimit, ...]
     dense: bool
+    random: bool
     trail: Trail
 
 
@@ -70,7 +76,21 @@ def rewrite(captured: Captured) -> Rewritten:
     for graph_pass in (RewriteAttention(statics, tables), RewritePositions(statics, tables), ProveTokenAxis()):
         run_pass(graph_module, graph_pass, trail)
     trail.stages["rewritten"] = readable(graph_module)
-    return Rewritten(graph_module, captured.output_form, vocabulary, limits, tables.has_pairs, trail)
+    return Rewritten(
+        graph_module,
+        captured.output_form,
+        _batched(graph_module.graph),
+        vocabulary,
+        limits,
+        tables.has_pairs,
+        any(draws(node) for node in graph_module.graph.nodes),
+        trail,
+    )
+
+
+def _batched(graph: fx.Graph) -> tuple[bool, ...]:
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return tuple(shape_of(result)[0] == 1 for result in output.all_input_nodes)
 
 
 def _limits(captured: Captured, graph_module: fx.GraphModule, statics: StaticValues) -> tuple[LengthLimit, ...]:

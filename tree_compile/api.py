@@ -1,0 +1,217 @@
+"""The front door: `treecompile(model)`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import nn
+
+from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
+from tree_compile.explain import Explanation, explain
+from tree_compile.output import TreeOutput
+from tree_compile.programs import BACKENDS, Program, make_program, state_of
+from tree_compile.runtime.plan import Plan, Row, plan_rows
+from tree_compile.runtime.sequences import Sequences
+from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check
+
+_TOKENS = "input_ids"
+
+
+class TreeModel(nn.Module):
+    """A causal language model that takes a list of sequences and computes every shared prefix once.
+
+    Its parameters are the original objects and its state dict has the original keys. Made by `treecompile`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        row_tokens: int | None,
+        min_shared_tokens: int,
+        objective: str,
+        backend: str,
+        pad_rows: bool,
+        forward_kwargs: Mapping[str, Any],
+        self_check: bool,
+    ) -> None:
+        super().__init__()
+        # The same dictionaries: parameters, buffers and modules are those of the model, now and later.
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, getattr(model, name))
+        self.training = model.training
+        object.__setattr__(self, "unpacked", model)
+        self._plan_options = {
+            "row_tokens": row_tokens,
+            "min_shared_tokens": min_shared_tokens,
+            "objective": objective,
+            "pad_rows": pad_rows,
+        }
+        self._backend = backend
+        self._keywords = {**default_keywords(model), **forward_kwargs}
+        self._self_check = self_check
+        self._programs: dict[Hashable, Program] = {}
+
+    unpacked: nn.Module
+    """The model itself, unchanged."""
+
+    def forward(self, sequences: Sequences | Row | Plan, **others: Any) -> TreeOutput:
+        """Computes all sequences.
+
+        Args:
+            sequences: a list of sequences (tensors, arrays or lists of ints), or a dict of such lists for tokens with
+                payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds.
+
+        Returns:
+            `out[i]`: what the model returns for sequence i, without the batch dimension.
+
+        Raises:
+            InputError: the sequences are not usable.
+            RefusedModelError: on the first call, the model cannot be proved exact on a prefix tree.
+            SelfCheckError: on the first call, the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: any other argument.
+        """
+        for name in others:
+            raise unsupported(name)
+        rows = self._rows(sequences)
+        program = self._program(tuple(rows[0].inputs))
+        for row in rows:
+            check_row(row, program.rewritten)
+        return TreeOutput([program.run(row) for row in rows], program.rewritten.output_form)
+
+    def plan(self, sequences: Sequences) -> Plan:
+        """The rows in which `sequences` are computed.
+
+        Raises:
+            InputError: the sequences are not usable.
+        """
+        if isinstance(sequences, Mapping):
+            for name in sequences:
+                check_keywords({} if name == _TOKENS else {name: None})
+        return plan_rows(sequences, **self._plan_options)  # type: ignore[arg-type]
+
+    def explain(self) -> Explanation:
+        """What each mixing node of the model became, with the user's file and line; `str()` of it is a text.
+
+        Raises:
+            RefusedModelError: the model cannot be proved exact on a prefix tree.
+        """
+        return explain(self._program(self._last_inputs()))
+
+    def graph(self, stage: str = "rewritten") -> str:
+        """The model's graph as Python code: "captured", "rewritten", or the name of a pass for the graph after it.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        stages = self._program(self._last_inputs()).rewritten.trail.stages
+        if stage not in stages:
+            raise ValueError(f"there is no stage {stage!r}; there are {', '.join(map(repr, stages))}")
+        return stages[stage]
+
+    def check(self, sequences: Sequences | None = None) -> CheckReport:
+        """Compares outputs and all gradients with the unpacked model, in eval mode.
+
+        Args:
+            sequences: what to compare on; a small random tree if left out.
+        """
+        with evaluation(self.unpacked):
+            names = self._last_inputs() if sequences is None else tuple(self.plan(sequences).rows[0].inputs)
+            program = self._program(names)
+            plan = self.plan(sequences) if sequences is not None else self._random_plan(program, names)
+            for row in plan.rows:
+                check_row(row, program.rewritten)
+            return compare(self.unpacked, plan, program.run, program, self._keywords, gradients=True)
+
+    def train(self, mode: bool = True) -> TreeModel:
+        """Sets the mode of the model, as `nn.Module.train`."""
+        super().train(mode)
+        self.unpacked.train(mode)
+        return self
+
+    def _random_plan(self, program: Program, names: tuple[str, ...]) -> Plan:
+        return plan_rows(random_sequences(program, names), min_shared_tokens=1)
+
+    def _rows(self, sequences: Sequences | Row | Plan) -> tuple[Row, ...]:
+        if isinstance(sequences, Row):
+            return (sequences,)
+        return sequences.rows if isinstance(sequences, Plan) else self.plan(sequences).rows
+
+    def _last_inputs(self) -> tuple[str, ...]:
+        return next((key[0] for key in reversed(self._programs)), (_TOKENS,))  # type: ignore[index,no-any-return]
+
+    def _program(self, input_names: tuple[str, ...]) -> Program:
+        key = (input_names, state_of(self.unpacked))
+        if key not in self._programs:
+            self._forget(input_names)
+            self._programs[key] = self._make(input_names)
+        return self._programs[key]
+
+    def _make(self, input_names: tuple[str, ...]) -> Program:
+        check_not_wrapped(self.unpacked)
+        program = make_program(self.unpacked, input_names, self._keywords, self._backend)
+        if self._self_check:
+            self._check_first(program, input_names)
+        return program
+
+    def _check_first(self, program: Program, input_names: tuple[str, ...]) -> None:
+        if not program.rewritten.random:
+            self_check(self.unpacked, program, self._keywords, input_names)
+            return
+        with evaluation(self.unpacked):
+            calm = make_program(self.unpacked, input_names, self._keywords, "eager")
+            self_check(self.unpacked, calm, self._keywords, input_names)
+
+    def _forget(self, input_names: tuple[str, ...]) -> None:
+        """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""
+        modes, *_ = state_of(self.unpacked)  # type: ignore[misc]
+        for key in [key for key in self._programs if key[0] == input_names and key[1][0] == modes]:  # type: ignore[index]
+            del self._programs[key]
+
+
+def treecompile(
+    model: nn.Module,
+    row_tokens: int | None = None,
+    min_shared_tokens: int = 64,
+    objective: str = "rows",
+    backend: str = "inductor",
+    *,
+    pad_rows: bool = False,
+    forward_kwargs: Mapping[str, Any] | None = None,
+    self_check: bool = True,
+) -> TreeModel:
+    """Makes a causal language model take a list of sequences and compute every shared token prefix once.
+
+    Args:
+        model: a causal language model, written for one unpacked sequence: takes token ids int64 `(1, T)` as its first
+            argument. It is not changed.
+        row_tokens: greatest number of tokens in a row, which is one forward pass; None puts the whole list into one.
+        min_shared_tokens: shared prefixes shorter than this are computed for each sequence.
+        objective: "rows" for the fewest rows, "tokens" for the fewest tokens.
+        backend: "inductor" compiles the rewritten model, "eager" runs it as it is.
+        pad_rows: pad every row to `row_tokens`.
+        forward_kwargs: constant keyword arguments of every call of the model.
+        self_check: compare with the unpacked model on a small random tree at the first call.
+
+    Raises:
+        WrappedModelError: the model is wrapped by DDP, FSDP, DataParallel or torch.compile.
+        UnsupportedArgumentError: a keyword argument has no meaning on a list of sequences.
+        ValueError: an option has no meaning.
+    """
+    check_not_wrapped(model)
+    check_keywords(forward_kwargs or {})
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, not {backend!r}")
+    if objective not in ("rows", "tokens"):
+        raise ValueError(f"objective must be 'rows' or 'tokens', not {objective!r}")
+    return TreeModel(
+        model,
+        row_tokens=row_tokens,
+        min_shared_tokens=min_shared_tokens,
+        objective=objective,
+        backend=backend,
+        pad_rows=pad_rows,
+        forward_kwargs=forward_kwargs or {},
+        self_check=self_check,
+    )

@@ -1,0 +1,203 @@
+"""Splits a rewritten graph at the model's decoder blocks, which share compiled code where they are alike."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
+
+Function = Callable[..., tuple[Any, ...]]
+_INDEXED = re.compile(r"^(?P<list>.*?[^.\d][^.]*)\.(?P<index>\d+)$")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of nodes of the graph that is called as one function.
+
+    Attributes:
+        label: the path of its decoder block, or "" outside of all blocks.
+        graph: takes the attributes, then the inputs; returns a tuple.
+        attributes: paths of the parameters and buffers that it takes.
+        inputs: names of the values of the whole graph that it takes.
+        outputs: names of the values that it returns.
+    """
+
+    label: str
+    graph: fx.Graph
+    attributes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class Block(nn.Module):
+    """One section with its own parameters and buffers; a place to wrap with `checkpoint` or `fully_shard`."""
+
+    def __init__(self, function: Function, section: Section, source: fx.GraphModule) -> None:
+        super().__init__()
+        self.label = section.label
+        self._function = function
+        self._names = [path.replace(".", "__") for path in section.attributes]
+        for name, path in zip(self._names, section.attributes, strict=True):
+            _register(self, name, _attribute(source, path))
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Calls the section's function on its own attributes and `inputs`."""
+        return self._function(*(getattr(self, name) for name in self._names), *inputs)
+
+
+class Blocks(nn.Module):
+    """A rewritten graph as a chain of blocks: the same inputs and outputs as the graph."""
+
+    def __init__(self, graph_module: fx.GraphModule, compiler: Callable[[fx.GraphModule], Function]) -> None:
+        super().__init__()
+        sections = split(graph_module.graph)
+        self._input_names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+        self._output_names = [node.name for node in _output_nodes(graph_module.graph)]
+        self._wiring = [(section.inputs, section.outputs) for section in sections]
+        functions: dict[Hashable, Function] = {}
+        self.blocks = nn.ModuleList()
+        for section in sections:
+            form = canonical(section.graph)
+            if form not in functions:
+                functions[form] = compiler(fx.GraphModule(nn.Module(), section.graph, class_name="Section"))
+            self.blocks.append(Block(functions[form], section, graph_module))
+        self.distinct = len(functions)
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Runs the blocks in order; values that no later block takes are let go."""
+        values = dict(zip(self._input_names, inputs, strict=True))
+        last_use = {name: place for place, (names, _) in enumerate(self._wiring) for name in names}
+        for place, (block, (names, outputs)) in enumerate(zip(self.blocks, self._wiring, strict=True)):
+            values.update(zip(outputs, block(*(values[name] for name in names)), strict=True))
+            for name in names:
+                if last_use[name] == place and name not in self._output_names:
+                    values.pop(name, None)
+        return tuple(values[name] for name in self._output_names)
+
+
+def split(graph: fx.Graph) -> list[Section]:
+    """The sections of a graph: what comes before the decoder blocks, every block, what comes after."""
+    labels = _labels(graph)
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for node, label in labels.items():
+        if not runs or runs[-1][0] != label:
+            runs.append((label, []))
+        runs[-1][1].append(node)
+    results = set(_output_nodes(graph))
+    return [_section(graph, label, nodes, results) for label, nodes in runs]
+
+
+def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The decoder block of every operation, "" for none; helpers between two blocks go with the first."""
+    body = [node for node in graph.nodes if node.op == "call_function"]
+    own = {node: _block_path(node) for node in body}
+    lists = Counter(path.rpartition(".")[0] for path in own.values() if path)
+    wanted = lists.most_common(1)[0][0] if lists else None
+    own = {node: path if path.rpartition(".")[0] == wanted else "" for node, path in own.items()}
+    last = max((place for place, node in enumerate(body) if own[node]), default=-1)
+    labels: dict[fx.Node, str] = {}
+    current = ""
+    for place, node in enumerate(body):
+        current = own[node] or (current if place < last else "")
+        labels[node] = current
+    return labels
+
+
+def _block_path(node: fx.Node) -> str:
+    """Path of the outermost module of a list that the node was captured in."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        if _INDEXED.match(path):
+            return str(path)
+    return ""
+
+
+def _output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    results: Any = output.args[0]
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _section(graph: fx.Graph, label: str, nodes: list[fx.Node], results: set[fx.Node]) -> Section:
+    inside = set(nodes)
+    taken = [source for source in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if source not in inside]
+    attributes = [source for source in taken if source.op == "get_attr"]
+    inputs = [source for source in taken if source.op != "get_attr"]
+    outputs = [node for node in nodes if node in results or any(user not in inside for user in node.users)]
+    section, copies = fx.Graph(), {}
+    for place, source in enumerate((*attributes, *inputs)):
+        copies[source] = section.placeholder(f"{'weight' if source.op == 'get_attr' else 'value'}_{place}")
+        copies[source].meta = dict(source.meta)
+    inputs = _derive_sizes(graph, section, copies, inputs)
+    for node in nodes:
+        copies[node] = section.node_copy(node, lambda source: copies[source])
+    section.output(tuple(copies[node] for node in outputs))
+    names = tuple(str(s.target) if s.op == "placeholder" else s.name for s in inputs)
+    return Section(label, section, tuple(str(a.target) for a in attributes), names, tuple(o.name for o in outputs))
+
+
+def _derive_sizes(
+    graph: fx.Graph, section: fx.Graph, copies: dict[fx.Node, fx.Node], inputs: list[fx.Node]
+) -> list[fx.Node]:
+    """A section reads T off a tensor that it takes anyway, so that no number crosses between sections."""
+    sizes = [node for node in inputs if node.target is torch.ops.aten.sym_size.int]
+    carrier = _carrier(inputs, token_symbol(graph))
+    if carrier is None:
+        return inputs
+    for node in sizes:
+        placeholder = copies[node]
+        copies[node] = section.call_function(torch.ops.aten.sym_size.int, (copies[carrier[0]], carrier[1]))
+        section.erase_node(placeholder)
+    return [node for node in inputs if node not in sizes]
+
+
+def _carrier(inputs: list[fx.Node], symbol: Any) -> tuple[fx.Node, int] | None:
+    """An input of the section, and its dimension of size T."""
+    for node in inputs:
+        if node.op == "call_function" and is_tensor(node):
+            for dim, size in enumerate(shape_of(node)):
+                if size_expression(size) == symbol:
+                    return node, dim
+    return None
+
+
+def canonical(graph: fx.Graph) -> Hashable:
+    """A graph as data that is equal for graphs that differ in names only."""
+    places: dict[fx.Node, int] = {}
+    rows = []
+    for node in graph.nodes:
+        places[node] = len(places)
+        arguments = fx.map_arg((node.args, node.kwargs), lambda source: f"%{places[source]}")
+        rows.append((node.op, str(node.target) if node.op == "call_function" else "", repr(arguments)))
+    return tuple(rows)
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _register(module: nn.Module, name: str, tensor: Any) -> None:
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor, persistent=False)
+
+
+def compiled(section: fx.GraphModule) -> Function:
+    """Compiles a section for any number of tokens."""
+    return torch.compile(section, dynamic=True, fullgraph=True)  # type: ignore[return-value]
+
+
+def as_it_is(section: fx.GraphModule) -> Function:
+    """Runs a section uncompiled."""
+    return section
+

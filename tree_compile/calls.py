@@ -1,0 +1,134 @@
+"""What a call of a tree model may hold, and what is refused with a hint."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tree_compile.errors import SequenceTooLongError, TokenRangeError, UnsupportedArgumentError, WrappedModelError
+from tree_compile.pipeline import Rewritten
+from tree_compile.runtime.plan import Plan, Row
+from tree_compile.runtime.tables import DENSE_ROW_TOKENS
+
+_LOSS_HINT = (
+    "compute the loss from the outputs: out = model(sequences); "
+    "loss = sum(F.cross_entropy(out.logits[i][:-1], labels[i][1:]) for i in range(len(sequences)))"
+)
+_HINTS = {
+    "labels": _LOSS_HINT,
+    "logits_to_keep": "take the part that you want of out.logits[i]: out[i] is computed for all tokens.",
+    "num_logits_to_keep": "take the part that you want of out.logits[i]: out[i] is computed for all tokens.",
+    "attention_mask": "leave it out: sequences are passed as a list, without padding.",
+    "position_ids": "leave it out: a token's position is its place in its own sequence.",
+    "cache_position": "leave it out: a token's position is its place in its own sequence.",
+    "past_key_values": "leave it out: sequences are passed whole.",
+    "inputs_embeds": "pass token ids.",
+    "use_cache": "leave it out: use_cache=False is implied.",
+}
+_WHY = {
+    "labels": "the model would mix the losses of all sequences of a row, and count shared tokens once.",
+    "logits_to_keep": "the last tokens of a row are not the last tokens of its sequences.",
+    "num_logits_to_keep": "the last tokens of a row are not the last tokens of its sequences.",
+}
+_WHY_OTHERS = "it describes one padded batch, which a tree of sequences is not."
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuses constant keyword arguments that have no meaning on a list of sequences.
+
+    Raises:
+        UnsupportedArgumentError: names the argument and what to do instead.
+    """
+    for name, value in keywords.items():
+        if name in _HINTS and not (name == "use_cache" and value is False):
+            raise unsupported(name)
+
+
+def unsupported(name: str) -> UnsupportedArgumentError:
+    """The error for an argument `name` of a call."""
+    if name in _HINTS:
+        return UnsupportedArgumentError(
+            f"`{name}` cannot be used with a tree model.", why=_WHY.get(name, _WHY_OTHERS), hint=_HINTS[name]
+        )
+    return UnsupportedArgumentError(
+        f"A tree model takes no argument `{name}` in a call.",
+        why="a call takes the sequences alone.",
+        hint=f"per token: pass it with the tokens, model({{'input_ids': […], '{name}': […]}}); "
+        f"constant: treecompile(model, forward_kwargs={{'{name}': …}}).",
+    )
+
+
+def default_keywords(model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments that every call of the model gets: `use_cache=False` where the model knows it."""
+    parameters = inspect.signature(model.forward).parameters
+    return {"use_cache": False} if "use_cache" in parameters else {}
+
+
+def check_not_wrapped(model: Any) -> None:
+    """Refuses models that are wrapped by something that must be outside of the tree model.
+
+    Raises:
+        WrappedModelError: names the wrapper.
+        TypeError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"treecompile takes a torch.nn.Module, not {type(model).__name__}")
+    for module in model.modules():
+        wrapper = _wrapper(module)
+        if wrapper:
+            raise WrappedModelError(
+                f"The model is already wrapped by {wrapper}.",
+                why="its hooks would be captured, or left out, together with the model.",
+                hint=f"compile the plain model first and wrap after that: {wrapper}(treecompile(model)).",
+            )
+
+
+def _wrapper(module: nn.Module) -> str:
+    names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch")}
+    known = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
+    found = next((name for name in known if name in names), "")
+    return {"FSDPModule": "fully_shard", "OptimizedModule": "torch.compile"}.get(found, found)
+
+
+def check_row(row: Row, rewritten: Rewritten) -> None:
+    """Refuses token ids that the model does not know, and sequences that its capture does not hold for.
+
+    Raises:
+        TokenRangeError, SequenceTooLongError.
+    """
+    if rewritten.vocabulary is not None:
+        _check_tokens(row, rewritten.vocabulary)
+    longest = int(row.sequence_length.max())
+    for limit in rewritten.limits:
+        if limit.tokens is not None and longest > limit.tokens:
+            sequence = row.sequence_ids[int(row.sequence_length.argmax())]
+            raise SequenceTooLongError(
+                f"Sequence {sequence} has {longest} tokens, and the model takes {limit.tokens} at the most.",
+                where=limit.where,
+                why="the model's code, or what is proved of it, ends there.",
+                hint="shorten the sequence, or raise the model's greatest number of positions.",
+            )
+    if rewritten.dense and len(row.tokens) > DENSE_ROW_TOKENS:
+        raise SequenceTooLongError(
+            f"A row has {len(row.tokens)} tokens, and this model's mask needs T x T numbers: "
+            f"{DENSE_ROW_TOKENS} tokens at the most.",
+            why="no closed form of the mask was found; explain() shows it.",
+            hint=f"pass row_tokens={DENSE_ROW_TOKENS} or less.",
+        )
+
+
+def _check_tokens(row: Row, vocabulary: int) -> None:
+    greatest = int(row.tokens.max())
+    if greatest >= vocabulary:
+        at = int(row.tokens.argmax())
+        sequence = next(i for i in row.sequence_ids if any(start <= at < end for start, end in row.path_ranges(i)))
+        raise TokenRangeError(
+            f"Token id {greatest} in sequence {sequence} is not below the vocabulary's {vocabulary}.",
+            why="the model has no embedding for it.",
+            hint="check that the tokenizer is the model's.",
+        )
+
+

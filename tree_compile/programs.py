@@ -1,0 +1,87 @@
+"""One rewritten and compiled model per mode and kind of input, made when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tree_compile.blocks import Blocks, as_it_is, compiled
+from tree_compile.capture import device_of
+from tree_compile.output import RowResult
+from tree_compile.pipeline import Rewritten, rewrite_model
+from tree_compile.runtime.plan import Row
+
+BACKENDS = {"inductor": compiled, "eager": as_it_is}
+_FEWEST_TOKENS = 2
+"""torch.compile makes a program of its own for sizes 0 and 1, and torch.export assumes at least 2."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rewritten model, ready to run.
+
+    Attributes:
+        rewritten: the model's rewritten graph.
+        blocks: the same, split and compiled.
+        device: where its inputs have to be.
+    """
+
+    rewritten: Rewritten
+    blocks: Blocks
+    device: torch.device
+
+    def run(self, row: Row) -> RowResult:
+        """Computes one row."""
+        return self._result(row, self.blocks(*row_inputs(row, self.device)))
+
+    def run_uncompiled(self, row: Row) -> RowResult:
+        """Computes one row with the rewritten graph as it is."""
+        return self._result(row, self.rewritten.graph_module(*row_inputs(row, self.device)))
+
+    def _result(self, row: Row, tensors: tuple[Tensor, ...]) -> RowResult:
+        batched = self.rewritten.batched
+        return RowResult(row, tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True)))
+
+
+def make_program(
+    model: nn.Module, input_names: tuple[str, ...], keywords: Mapping[str, Any], backend: str
+) -> Program:
+    """Captures, rewrites, splits and compiles `model` in the mode that it is in."""
+    rewritten = rewrite_model(model, input_names, keywords)
+    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
+
+
+def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
+    """The arguments of a rewritten graph for one row, in its order."""
+    inputs = [_on_device(values, 0, device)[None] for values in row.inputs.values()]
+    position = _on_device(row.position, 0, device)
+    rows = np.arange(len(row.tokens), max(len(row.tokens), _FEWEST_TOKENS)) + 1
+    subtree_end = torch.from_numpy(np.concatenate([row.subtree_end, rows])).to(device, non_blocking=True)
+    length = max(int(row.position.max()) + 1, _FEWEST_TOKENS)
+    return (*inputs, _segments(row), position, subtree_end, length)
+
+
+def _segments(row: Row) -> Tensor:
+    missing = max(0, _FEWEST_TOKENS - len(row.segments))
+    return torch.from_numpy(np.pad(row.segments, ((0, missing), (0, 0))))
+
+
+def _on_device(values: np.ndarray[Any, Any], padding: int, device: torch.device) -> Tensor:
+    missing = max(0, _FEWEST_TOKENS - len(values))
+    padded = np.pad(values.astype(np.int64, copy=False), (0, missing), constant_values=padding)
+    return torch.from_numpy(padded).to(device, non_blocking=True)
+
+
+def state_of(model: nn.Module) -> Hashable:
+    """Changes whenever a captured graph of `model` may no longer be the model: modes, tensors, buffers, hooks."""
+    modes = tuple(
+        (module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
+    )
+    parameters = tuple((id(p), p.dtype, p.device) for p in model.parameters())
+    buffers = tuple((id(b), b.dtype, b.device, b._version) for b in model.buffers())
+    return modes, parameters, buffers

@@ -1,0 +1,212 @@
+"""Compares a tree model with the unpacked model, sequence by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tree_compile.capture import call_model, device_of
+from tree_compile.errors import SelfCheckError
+from tree_compile.output import RowResult, TreeOutput
+from tree_compile.programs import Program
+from tree_compile.runtime.plan import Plan, Row, plan_rows
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+_FLOAT32_INSIDE = 1e-5
+"""Many float64 models compute a part, such as a norm or a rotary table, in float32 by design."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """How far the tree model is from the unpacked model.
+
+    Attributes:
+        greatest_output_difference: over all outputs, relative to the greatest output.
+        greatest_gradient_difference: over all parameters, each relative to its greatest gradient; None where no
+            gradients were compared.
+        tolerance: what is allowed for both.
+        worst_parameter: the parameter with the greatest difference of gradients.
+        input_tokens, packed_tokens, rows: of the sequences that were compared.
+    """
+
+    greatest_output_difference: float
+    greatest_gradient_difference: float | None
+    tolerance: float
+    worst_parameter: str
+    input_tokens: int
+    packed_tokens: int
+    rows: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether both differences are within the tolerance."""
+        gradient = self.greatest_gradient_difference or 0.0
+        return self.greatest_output_difference <= self.tolerance and gradient <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.ok else "NOT EQUAL"
+        lines = [
+            f"{verdict} to the unpacked model, within {self.tolerance:.1e}",
+            f"  outputs:   greatest relative difference {self.greatest_output_difference:.1e}",
+        ]
+        if self.greatest_gradient_difference is not None:
+            where = f" ({self.worst_parameter})" if self.worst_parameter else ""
+            lines.append(f"  gradients: greatest relative difference {self.greatest_gradient_difference:.1e}{where}")
+        lines.append(f"  {self.input_tokens} tokens in, {self.packed_tokens} computed, {self.rows} rows")
+        return "\n".join(lines)
+
+
+def compare(
+    model: nn.Module, plan: Plan, run: Callable[[Row], RowResult], program: Program, keywords: Mapping[str, Any],
+    gradients: bool,
+) -> CheckReport:  # fmt: skip
+    """Runs the sequences of `plan` through `run` and, one by one, through `model`.
+
+    The loss of the gradients gives every output of every sequence a random weight of its own, so that the gradient
+    of a shared token must be the sum over its sequences.
+    """
+    names, form = list(plan.rows[0].inputs), program.rewritten.output_form
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} if gradients else {}
+    with torch.set_grad_enabled(gradients):
+        packed = TreeOutput([run(row) for row in plan.rows], form)
+        packed_parts = [_tensors(packed[i]) for i in range(plan.sequences)]
+        weights = _weights(packed_parts)
+        packed_gradients = _gradients(packed_parts, weights, parameters)
+        unpacked_parts, unpacked_gradients = [], {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for sequence, part_weights in enumerate(weights):
+            values = _sequence_inputs(plan, sequence, names, program.device)
+            parts = _tensors(call_model(model, names, values, keywords))
+            parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
+            unpacked_parts.append([part.detach() for part in parts])
+            for name, gradient in _gradients([parts], [part_weights], parameters).items():
+                unpacked_gradients[name] += gradient
+    output = _relative([[p.detach() for p in parts] for parts in packed_parts], unpacked_parts)
+    worst, gradient_difference = _worst(packed_gradients, unpacked_gradients)
+    return CheckReport(
+        output, gradient_difference if gradients else None, tolerance_of(model), worst,
+        plan.input_tokens, plan.packed_tokens, len(plan.rows),
+    )  # fmt: skip
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """Relative difference that rounding explains, by the coarsest dtype of the model's parameters."""
+    dtypes = {p.dtype for p in model.parameters() if p.dtype in _TOLERANCE} or {torch.float32}
+    return max(_TOLERANCE[dtype] for dtype in dtypes)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _weights(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.device, part.dtype) for part in own]
+        if all(part.is_floating_point() for part in own)
+        else [torch.ones_like(part) for part in own]
+        for own in parts
+    ]
+
+
+def _gradients(
+    parts: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    terms = [
+        (part * weight).sum()
+        for own, of_own in zip(parts, weights, strict=True)
+        for part, weight in zip(own, of_own, strict=True)
+        if part.requires_grad
+    ]
+    if not parameters or not terms:
+        return {}
+    found = torch.autograd.grad(torch.stack(terms).sum(), list(parameters.values()), allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)}
+
+
+def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: torch.device) -> list[Tensor]:
+    row = plan.rows[plan.row_of(sequence)]
+    path = row.path(sequence)
+    return [torch.from_numpy(row.inputs[name][path].astype(np.int64))[None].to(device) for name in names]
+
+
+def _relative(packed: Sequence[Sequence[Tensor]], unpacked: Sequence[Sequence[Tensor]]) -> float:
+    pairs = [
+        (a.double(), b.double())
+        for own, other in zip(packed, unpacked, strict=True)
+        for a, b in zip(own, other, strict=True)
+    ]
+    scale = max((float(b.abs().max()) for _, b in pairs if b.numel()), default=1.0)
+    return max((_difference(a, b) for a, b in pairs), default=0.0) / max(scale, 1e-30)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    difference = float((a - b).abs().max()) if a.numel() else 0.0
+    return difference if difference == difference else float("inf")
+
+
+def _worst(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor]) -> tuple[str, float]:
+    worst, name_of_worst = 0.0, ""
+    for name, gradient in unpacked.items():
+        scale = float(gradient.double().abs().max()) if gradient.numel() else 0.0
+        other = packed.get(name, torch.zeros_like(gradient))
+        difference = _difference(other.double(), gradient.double()) / max(scale, 1e-30)
+        if scale == 0.0:
+            difference = _difference(other.double(), gradient.double())
+        if difference > worst:
+            worst, name_of_worst = difference, name
+    return name_of_worst, worst
+
+
+# The check of the first call
+
+
+def self_check(model: nn.Module, program: Program, keywords: Mapping[str, Any], input_names: Sequence[str]) -> None:
+    """Runs a small random tree through the rewritten graph and through the model.
+
+    Raises:
+        SelfCheckError: they differ by more than rounding.
+    """
+    plan = plan_rows(random_sequences(program, input_names), min_shared_tokens=1)
+    report = compare(model, plan, program.run_uncompiled, program, keywords, gradients=False)
+    allowed = max(report.tolerance, _FLOAT32_INSIDE)
+    if not report.greatest_output_difference <= allowed:
+        raise SelfCheckError(
+            "The rewritten model and the unpacked model differ on a small random tree: "
+            f"by {report.greatest_output_difference:.1e} relative, where rounding allows {allowed:.0e}.",
+            why="a rewrite is wrong for this model; its results cannot be trusted.",
+            hint="please report the model; self_check=False turns this check off.",
+        )
+
+
+def random_sequences(program: Program, input_names: Sequence[str], seed: int = 0) -> dict[str, list[list[int]]]:
+    """A few dozen random tokens as a tree: branches at several depths, single tokens, a prefix of another, two roots."""
+    vocabulary = program.rewritten.vocabulary or 2
+    random = np.random.default_rng(seed)
+    draw = lambda count: random.integers(0, vocabulary, count).tolist()  # noqa: E731
+    trunk, branch = draw(9), draw(5)
+    tails = [draw(count) for count in (1, 4, 7, 3)]
+    paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
+    limit = min((limit.tokens for limit in program.rewritten.limits if limit.tokens), default=1 << 30)
+    tokens = [path[:limit] for path in paths]
+    return {name: tokens if place == 0 else [[0] * len(t) for t in tokens] for place, name in enumerate(input_names)}
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """`model` in eval mode; every module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

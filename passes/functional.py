@@ -88,11 +88,19 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     target: Any = node.target
     packet = getattr(torch.ops.aten, target._opname.removesuffix("_"), None)
     if target._opname == "copy_":
-        return graph.call_function(torch.ops.aten.copy.default, node.args, node.kwargs)
+        return _copied(graph, node)
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
     if overload is None or target.namespace != "aten" or not target._opname.endswith("_"):
         raise _refusal(node, "it changes a tensor in place, and has no form that does not")
     return graph.call_function(overload, node.args, node.kwargs)
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What `copy_` leaves behind: its source in the shape and dtype of its target (`aten.copy` has no derivative)."""
+    written, source, *_ = node.args
+    same = graph.call_function(torch.ops.aten.expand_as.default, (source, written))
+    same.meta = dict(node.meta)
+    return graph.call_function(torch.ops.aten.type_as.default, (same, written))
 
 
 def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, written: fx.Node, root: fx.Node) -> fx.Node:

@@ -103,7 +103,6 @@ class Row:
         """For each segment the first one of the path to it from which it is reached without a gap."""
         index = np.arange(len(self.segments))
         follows = self.segments[:, _PARENT] == index - 1
-        follows[0] = False
         return np.maximum.accumulate(np.where(follows, 0, index))
 
     def _index(self, sequence: int) -> int:

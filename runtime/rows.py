@@ -53,15 +53,13 @@ def row_bounds(tree: PrefixTree, row_tokens: int | None) -> tuple[int, int]:
     if row_tokens is None:
         return 1, int(tree.length.sum())
     parent, length, end = tree.parent.tolist(), tree.length.tolist(), tree.end.tolist()
-    # The last entries stand for a root above all roots: parent -1 is their index.
-    copies, below = [1] * (len(tree) + 1), [0] * (len(tree) + 1)
+    # The last entry is for a root above all roots: parent -1 is its index.
+    below = [0] * (len(tree) + 1)
     for segment in range(len(tree) - 1, -1, -1):
-        above = parent[segment]
-        if below[segment]:
-            copies[segment] = max(copies[segment], -(-below[segment] // (row_tokens - end[segment])))
-        below[above] += length[segment] * copies[segment] + below[segment]
-        copies[above] = max(copies[above], copies[segment])
-    return max(copies[-1], -(-below[-1] // row_tokens)), below[-1]
+        # A leaf has nothing below it, and may fill its row.
+        copies = -(-below[segment] // (row_tokens - end[segment])) if below[segment] else 1
+        below[parent[segment]] += length[segment] * copies + below[segment]
+    return -(-below[-1] // row_tokens), below[-1]
 
 
 def _check_fits(tree: PrefixTree, row_tokens: int) -> None:

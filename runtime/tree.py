@@ -159,9 +159,7 @@ def _common_prefix(left: TokenArray, right: TokenArray) -> int:
 
 def _first_of_duplicates(shared: IntArray, length: IntArray) -> IntArray:
     """For each place in the token order, the place of the first equal sequence."""
-    new = np.ones(len(length), bool)
-    new[1:] = (shared[1:] < length[1:]) | (length[1:] > length[:-1])
-    return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+    return np.maximum.accumulate(np.where(shared < length, np.arange(len(length)), 0))
 
 
 def _nodes(branch: IntArray, leaf_end: IntArray) -> _Nodes:

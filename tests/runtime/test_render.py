@@ -56,6 +56,12 @@ def test_large_plan_is_cut_short():
     assert "… 16 more rows" in lines
 
 
+def test_segments_with_the_most_tokens_are_shown():
+    lines = plan_rows([[root] * (10 + root) for root in range(1, 41)]).render().splitlines()
+    shown = [int(line.split()[0]) for line in lines if line.endswith("█  1 sequence")]
+    assert shown == list(range(27, 51))
+
+
 def test_bound_is_left_out_without_a_row_length():
     assert "bound" not in plan_rows([[1, 2]]).render()
 

@@ -95,6 +95,11 @@ def test_row_without_tokens_is_refused():
         pack_rows(tree_of([[1]]), 0)
 
 
+def test_equal_additions_go_to_the_fullest_row():
+    tree = tree_of([[size] * size for size in (6, 5, 4, 3, 2)])
+    assert [tokens_of(tree, row) for row in pack_rows(tree, 10)] == [10, 10]
+
+
 def test_least_marginal_cost_keeps_siblings_together():
     # Interleaved prompts: the tightest fit would put two prompts and one answer of each into every row.
     prompts = [[1] * 30, [2] * 30, [3] * 29]

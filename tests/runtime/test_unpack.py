@@ -79,6 +79,18 @@ def test_backward_allocates_one_tensor_as_long_as_the_row():
     assert row_sized.count == 1
 
 
+def test_unused_sequences_allocate_nothing_in_backward():
+    counts = []
+    for sequences in (2, 50):
+        row, ranges = row_of([[9] * 100 + [i] for i in range(sequences)])
+        value = torch.randn(row.length, 8, requires_grad=True)
+        loss = unpack_row(value, ranges)[0].sum()
+        with Allocations(100 * 8 * 4) as sequence_sized:
+            loss.backward()
+        counts.append(sequence_sized.count)
+    assert counts[0] == counts[1]
+
+
 def test_shared_tokens_can_be_changed_in_place_one_by_one():
     row, ranges = row_of(TREE)
     value = torch.zeros(row.length)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.guards import LengthLimit
@@ -35,6 +36,7 @@ class Rewritten:
         vocabulary: number of token ids, or None where the graph does not tell.
         limits: limits on the length of a sequence, the tightest first.
         dense: whether a mask without a closed form is written out as T x T.
+        dtypes: the floating-point dtypes that it computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
     """
@@ -45,6 +47,7 @@ class Rewritten:
     vocabulary: int | None
     limits: tuple[LengthLimit, ...]
     dense: bool
+    dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
 
@@ -68,7 +71,7 @@ def rewrite(captured: Captured) -> Rewritten:
     trail.stages["captured"] = readable(graph_module)
     run_pass(graph_module, RefuseBatchNorm(), trail)
     run_pass(graph_module, Functionalize(), trail)
-    statics = find_static_values(graph_module)
+    statics = find_static_values(graph_module, captured.limit.tokens)
     limits = _limits(captured, graph_module, statics)
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
@@ -83,9 +86,15 @@ def rewrite(captured: Captured) -> Rewritten:
         vocabulary,
         limits,
         tables.has_pairs,
+        _dtypes(graph_module.graph),
         any(draws(node) for node in graph_module.graph.nodes),
         trail,
     )
+
+
+def _dtypes(graph: fx.Graph) -> frozenset[torch.dtype]:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return frozenset(value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 
 def _batched(graph: fx.Graph) -> tuple[bool, ...]:

@@ -64,7 +64,9 @@ def unsupported(name: str) -> UnsupportedArgumentError:
 def default_keywords(model: nn.Module) -> dict[str, Any]:
     """Keyword arguments that every call of the model gets: `use_cache=False` where the model knows it."""
     parameters = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in parameters else {}
+    passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = "use_cache" in parameters or (passes_on and hasattr(getattr(model, "config", None), "use_cache"))
+    return {"use_cache": False} if known else {}
 
 
 def check_not_wrapped(model: Any) -> None:

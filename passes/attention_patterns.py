@@ -14,7 +14,7 @@ from torch import fx
 
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Fixed, Kind, Pair, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Fixed, Kind, Pair, StaticValues, Table
 
 aten = torch.ops.aten
 
@@ -222,7 +222,9 @@ def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[
 
 def _with_bias(scores: Scores, bias: fx.Node, factor: float, added_to: fx.Node, statics: StaticValues) -> Scores:
     kind = statics.kinds.get(bias)
-    if isinstance(kind, Table) and kind.dim - len(shape_of(bias)) == -1:
+    if isinstance(kind, (Table, Drifting)) and kind.dim - len(shape_of(bias)) == -1:
+        if isinstance(kind, Drifting) and scores.sinks is not None:
+            raise NoMatch("its bias per key moves with the number of tokens, which its sink does not")
         return replace(scores, key_biases=(*scores.key_biases, KeyBias(bias, kind.dim, factor)))
     if factor != 1.0:
         raise NoMatch("a scaled mask is not known")

@@ -13,7 +13,7 @@ from tree_compile.passes.plan_inputs import RowTables
 from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.passes.static_values import LengthDependent, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, LengthDependent, StaticValues, Table
 
 aten = torch.ops.aten
 _USES_AS_ROW_NUMBER = {
@@ -49,7 +49,7 @@ class RewritePositions:
             users = [user for user in node.users if user not in self.statics.nodes and not _is_row_number(node, user)]
             if not users:
                 continue
-            if isinstance(kind, LengthDependent):
+            if isinstance(kind, (LengthDependent, Drifting)):
                 raise _length_dependent(node, kind)
             if isinstance(kind, Table):
                 findings.append(self._gather(node, kind, users))
@@ -86,10 +86,11 @@ def position_limit(graph_module: fx.GraphModule, statics: StaticValues) -> Lengt
     return limit
 
 
-def _length_dependent(node: fx.Node, kind: LengthDependent) -> LengthDependentError:
+def _length_dependent(node: fx.Node, kind: LengthDependent | Drifting) -> LengthDependentError:
+    why = kind.why if isinstance(kind, LengthDependent) else "all its values move with the number of tokens"
     return LengthDependentError(
         "A value that the model computes from the number of tokens is not the same for a prefix alone.",
         where=source_line(node),
-        why=f"{kind.why}, so sequences of different lengths cannot share a prefix.",
+        why=f"{why}, so sequences of different lengths cannot share a prefix.",
         hint="for a rotary embedding that switches on the sequence's length (longrope, dynamic), choose a fixed one.",
     )

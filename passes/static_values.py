@@ -47,6 +47,16 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Drifting:
+    """f(t) + c(T) along `dim`: a table, up to a number for all tokens that changes with T.
+
+    A bias per key may be one, counted from the end of the sequence: softmax does not see c.
+    """
+
+    dim: int
+
+
+@dataclass(frozen=True)
 class Pair:
     """f(q, k): dimension -2 is the query, -1 the key. `samples` are its values at growing T."""
 
@@ -65,7 +75,7 @@ class LengthDependent:
     why: str
 
 
-Kind = Fixed | Fill | Table | Pair | Numbering | LengthDependent
+Kind = Fixed | Fill | Table | Drifting | Pair | Numbering | LengthDependent
 
 
 @dataclass(frozen=True)
@@ -83,16 +93,24 @@ class StaticValues:
     proved_length: int | None
 
 
-def find_static_values(graph_module: fx.GraphModule) -> StaticValues:
-    """Finds and classifies the static values of a captured graph (without in-place operations)."""
+def find_static_values(graph_module: fx.GraphModule, longest: int | None = None) -> StaticValues:
+    """Finds and classifies the static values of a captured graph (without in-place operations).
+
+    Args:
+        graph_module: the graph. The shapes of static values that only look as if they depended on T in some other way
+            are written as what they are.
+        longest: the greatest T that the graph holds for; None where there is no limit.
+    """
     symbol = token_symbol(graph_module.graph)
     nodes = static_nodes(graph_module)
     frontier = _shared_frontier(graph_module.graph, nodes, symbol)
     wide = {node for node in frontier if sum(token_factor(size, symbol) != 0 for size in shape_of(node)) > 1}
     kinds: dict[fx.Node, Kind] = {}
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
-        samples = _samples(graph_module, nodes, group, greatest)
-        kinds |= {node: _classify(node, samples[node], symbol) for node in group}
+        samples = _samples(graph_module, nodes, group, greatest, longest)
+        for node in group:
+            _write_shape(node, samples[node], symbol)
+            kinds[node] = _classify(node, list(samples[node].values()), symbol)
     ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
     return StaticValues(frozenset(nodes), ordered, _proved_length(graph_module, nodes, wide))
 
@@ -227,21 +245,22 @@ def _numbers(args: Any) -> Iterable[int | float]:
             yield arg
 
 
-def _probe_sizes(constants: Sequence[int], greatest: int) -> list[int]:
+def _probe_sizes(constants: Sequence[int], greatest: int, longest: int | None) -> list[int]:
     small = [c + step for c in constants if c <= 512 for step in (-1, 0, 1, 2)]
     large = [c + 1 for c in constants if c > 512]
     double = [2 * c + 1 for c in constants]
-    return sorted({size for size in (*_SIZES, *small, *large, *double) if 2 <= size <= greatest})
+    return sorted({size for size in (*_SIZES, *small, *large, *double, longest or 2) if 2 <= size <= greatest})
 
 
 def _samples(
-    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], greatest: int
-) -> dict[fx.Node, list[Tensor]]:
-    samples: dict[fx.Node, list[Tensor]] = {node: [] for node in wanted}
-    sizes = _probe_sizes(_constants(graph_module, _ancestors(wanted)), greatest) if wanted else []
+    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], greatest: int, longest: int | None
+) -> dict[fx.Node, dict[int, Tensor]]:
+    """The values of every wanted node, by number of tokens."""
+    samples: dict[fx.Node, dict[int, Tensor]] = {node: {} for node in wanted}
+    sizes = _probe_sizes(_constants(graph_module, _ancestors(wanted)), min(greatest, longest or greatest), longest) if wanted else []
     for tokens in sizes:
         for node, value in _evaluate_or_stop(graph_module, nodes, wanted, tokens).items():
-            samples[node].append(value)
+            samples[node][tokens] = value
     return samples
 
 
@@ -263,12 +282,32 @@ def _proved_length(graph_module: fx.GraphModule, nodes: set[fx.Node], wide: set[
 # Meaning
 
 
+def _write_shape(node: fx.Node, samples: Mapping[int, Tensor], symbol: Any) -> None:
+    """Sizes such as `2048 - max(0, 2048 - T)` are T, or one number, for every T that was tried."""
+    written = {
+        dim: size
+        for dim, expression in enumerate(shape_of(node))
+        if token_factor(expression, symbol) == -1 and samples
+        if (size := _plain_size(node.graph, {tokens: value.shape[dim] for tokens, value in samples.items()})) is not None
+    }
+    if written:
+        node.meta["val"] = node.meta["val"].new_empty([written.get(d, size) for d, size in enumerate(shape_of(node))])
+
+
+def _plain_size(graph: fx.Graph, sizes: Mapping[int, int]) -> Any:
+    if all(size == tokens for tokens, size in sizes.items()):
+        return next(node for node in graph.nodes if node.op == "placeholder").meta["val"].shape[1]
+    return next(iter(sizes.values())) if len(set(sizes.values())) == 1 else None
+
+
 def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     factors = [token_factor(size, symbol) for size in shape_of(node)]
     if any(factor not in (0, 1) for factor in factors):
         return Numbering()
     dims = [dim for dim, factor in enumerate(factors) if factor == 1]
     if not samples or not all(_is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
+        if len(dims) == 1 and len(samples) > 2 and _drifts(samples, dims[0]):
+            return Drifting(dims[0])
         return LengthDependent("its value at a token changes with the number of tokens that follow")
     last = samples[-1]
     if not dims:
@@ -286,6 +325,20 @@ def _is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:
     for dim in dims:
         larger = larger.narrow(dim, 0, smaller.shape[dim])
     return torch.equal(smaller, larger) or bool(torch.equal(smaller.isnan(), larger.isnan()) and (smaller.nan_to_num() == larger.nan_to_num()).all())
+
+
+def _drifts(samples: Sequence[Tensor], dim: int) -> bool:
+    """Whether every sample, less its value at the first token, is a prefix of the next, up to rounding."""
+    if not samples[0].is_floating_point() or not all(bool(sample.isfinite().all()) for sample in samples):
+        return False
+    return all(_same_steps(smaller, larger, dim) for smaller, larger in itertools.pairwise(samples))
+
+
+def _same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
+    larger_start = larger.narrow(dim, 0, smaller.shape[dim])
+    greatest = max(float(smaller.abs().max()), float(larger_start.abs().max()))
+    steps = [sample.double() - sample.double().narrow(dim, 0, 1) for sample in (smaller, larger_start)]
+    return float((steps[0] - steps[1]).abs().max()) <= 2 * torch.finfo(smaller.dtype).eps * greatest
 
 
 def _first_of_range(value: Tensor, dim: int) -> int | None:

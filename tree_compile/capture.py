@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from tree_compile.errors import CaptureError, ControlFlowError, UnsupportedArgumentError
+from tree_compile.errors import CaptureError, ControlFlowError, TreeCompileError, UnsupportedArgumentError
 from tree_compile.foreign import capturable
 from tree_compile.guards import LengthLimit, length_limit
 from tree_compile.passes.source import line_of_trace
@@ -134,6 +134,8 @@ def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> to
     try:
         with _quiet(), capturable(unpacked.model), torch.random.fork_rng():
             return torch.export.export(unpacked, example, dynamic_shapes=dynamic, strict=False)
+    except TreeCompileError:
+        raise
     except Exception as error:
         raise _explained(error) from error
 

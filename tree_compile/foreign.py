@@ -1,17 +1,23 @@
-"""Settings of other libraries' models that stand in the way of a capture, changed while it lasts.
+"""What stands in the way of a capture in other libraries' models, changed while it lasts.
 
 Each setting chooses between implementations of the same mathematics, so the captured graph computes what the model
-computes.
+computes. A backward that is written by hand, which torch.export would lose without a word, is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+from tree_compile.errors import CaptureError
+from tree_compile.passes.source import line_of_trace
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
@@ -30,7 +36,8 @@ def capturable(model: nn.Module) -> Iterator[None]:
             restore.append((module, "gradient_checkpointing", True))
             module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        yield
+        with _own_backwards():
+            yield
     finally:
         for owner, name, value in reversed(restore):
             setattr(owner, name, value)
@@ -57,3 +64,37 @@ def _changes(config: Any, model: nn.Module) -> Iterator[tuple[str, str]]:
 def _experts_for(model: nn.Module) -> str:
     """`grouped_mm` has no float64."""
     return "batched_mm" if any(p.dtype == torch.float64 for p in model.parameters()) else "grouped_mm"
+
+
+@contextlib.contextmanager
+def _own_backwards() -> Iterator[None]:
+    """Refuses `torch.autograd.Function`s, whose backward export drops; checkpoints are computed as they are."""
+    apply, checkpoint = Function.__dict__["apply"], CheckpointFunction.__dict__.get("apply")
+
+    def refuse(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not function.__module__.startswith("torch."):
+            raise _lost_backward(function.__name__)
+        return apply.__get__(None, function)(*args, **kwargs)
+
+    def compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:
+        return run(*args)
+
+    Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    CheckpointFunction.apply = classmethod(compute)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = apply
+        if checkpoint is None:
+            del CheckpointFunction.apply
+        else:
+            CheckpointFunction.apply = checkpoint
+
+
+def _lost_backward(name: str) -> CaptureError:
+    return CaptureError(
+        f"The model uses the torch.autograd.Function {name}.",
+        where=line_of_trace("".join(traceback.format_stack()[:-2])),
+        why="torch.export keeps its forward and drops its backward, so gradients would be wrong.",
+        hint="make it an operator with torch.library.custom_op and register_autograd, and give that a token rule.",
+    )

@@ -14,6 +14,7 @@ from tree_compile.guards import LengthLimit
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.batch_norm import RefuseBatchNorm
 from tree_compile.passes.functional import Functionalize
+from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
 from tree_compile.passes.positions import RewritePositions, position_limit
 from tree_compile.passes.runner import Trail, readable, run_pass
@@ -69,6 +70,7 @@ def rewrite(captured: Captured) -> Rewritten:
     """
     graph_module, trail = captured.graph_module, Trail()
     trail.stages["captured"] = readable(graph_module)
+    run_pass(graph_module, InlineGradModes(), trail)
     run_pass(graph_module, RefuseBatchNorm(), trail)
     run_pass(graph_module, Functionalize(), trail)
     statics = find_static_values(graph_module, captured.limit.tokens)

@@ -1,0 +1,113 @@
+"""Regions under `torch.no_grad()` become part of the graph, with their results detached."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tree_compile.errors import CaptureError
+from tree_compile.passes.report import PassReport
+from tree_compile.passes.shapes import inherited
+from tree_compile.passes.source import source_line
+
+_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+@dataclass(frozen=True)
+class InlineGradModes:
+    """Replaces the regions that export keeps for `torch.no_grad()` and `torch.autocast(enabled=False)` by their body.
+
+    What leaves a region without gradients is detached, which is all that the region means to the rest of the graph.
+
+    Raises:
+        CaptureError: gradients are switched on inside of a region without them, or autocast is switched on.
+    """
+
+    name: str = field(default="gradient modes", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+        while regions := [node for node in graph_module.graph.nodes if node.target in (_GRAD_MODE, _AUTOCAST)]:
+            for region in regions:
+                _inline(graph_module, region)
+        return PassReport(self.name, ())
+
+
+def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
+    settings = 1 if region.target is _GRAD_MODE else 4
+    with_gradients, (body_node, *inputs) = _keeps_gradients(region), region.args[settings:]
+    body = getattr(graph_module, str(body_node.target))  # type: ignore[union-attr]
+    if not with_gradients and any(_enables(node) for node in body.graph.nodes):
+        raise _refusal(region, "it switches gradients on inside of torch.no_grad()")
+    copies = dict(zip((node for node in body.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    with graph_module.graph.inserting_before(region):
+        results = _copy(graph_module, body, copies)
+        if not with_gradients:
+            results = [_detached(graph_module.graph, result) for result in results]
+    for item in list(region.users):
+        assert item.target is operator.getitem
+        item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+        graph_module.graph.erase_node(item)
+    graph_module.graph.erase_node(region)
+
+
+def _keeps_gradients(region: fx.Node) -> bool:
+    if region.target is _GRAD_MODE:
+        return bool(region.args[0])
+    if region.args[2]:
+        raise _refusal(region, "it switches autocast on")
+    return True
+
+
+def _enables(node: fx.Node) -> bool:
+    return node.target is _GRAD_MODE and bool(node.args[0])
+
+
+def _copy(graph_module: fx.GraphModule, body: fx.GraphModule, copies: dict[fx.Node, Any]) -> list[Any]:
+    """Copies the nodes of `body`; returns what it returns."""
+    for node in body.graph.nodes:
+        if node.op == "output":
+            return list(_flat(fx.map_arg(node.args[0], lambda old: copies[old])))
+        if node.op == "get_attr":
+            copies[node] = _copy_attribute(graph_module, body, node)
+        elif node.op != "placeholder":
+            copies[node] = graph_module.graph.node_copy(node, lambda old: copies[old])
+    raise AssertionError
+
+
+def _copy_attribute(graph_module: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:
+    name = f"region_{len(graph_module.graph.nodes)}_{str(node.target).replace('.', '_')}"
+    value: Any = body
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    setattr(graph_module, name, value)
+    copy = graph_module.graph.get_attr(name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _flat(results: Any) -> Iterator[Any]:
+    yield from results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _detached(graph: fx.Graph, result: Any) -> Any:
+    value = result.meta.get("val") if isinstance(result, fx.Node) else None
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return result
+    node = graph.call_function(torch.ops.aten.detach.default, (result,))
+    node.meta = {**inherited(result.meta), "val": value}
+    return node
+
+
+def _refusal(node: fx.Node, why: str) -> CaptureError:
+    return CaptureError(
+        "A region with other settings of autograd cannot be followed.",
+        where=source_line(node),
+        why=f"{why}.",
+        hint="move torch.autocast around the call of the tree model, and torch.enable_grad out of the model.",
+    )

@@ -23,9 +23,14 @@ def source_line(node: fx.Node) -> SourceLine | None:
     return line_of_trace(node.meta.get("stack_trace") or "")
 
 
+def is_users(file: str) -> bool:
+    """Whether `file` is neither torch's nor ours."""
+    return not any(path in file for path in _NOT_THE_USERS)
+
+
 def line_of_trace(trace: str) -> SourceLine | None:
     """The innermost frame of a printed stack trace that is neither torch's nor ours; None if there is none."""
-    users = [frame for frame in _FRAME.finditer(trace) if not any(path in frame["file"] for path in _NOT_THE_USERS)]
+    users = [frame for frame in _FRAME.finditer(trace) if is_users(frame["file"])]
     if not users:
         return None
     frame = users[-1]

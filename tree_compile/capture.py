@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from tree_compile.errors import CaptureError, ControlFlowError, TreeCompileError, UnsupportedArgumentError
 from tree_compile.foreign import capturable
 from tree_compile.guards import LengthLimit, length_limit
-from tree_compile.passes.source import line_of_trace
+from tree_compile.passes.source import is_users, line_of_trace
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 
@@ -105,11 +108,12 @@ def capture(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str,
         UnsupportedArgumentError: the output holds something else than tensors and plain constants.
     """
     unpacked = _Unpacked(model, input_names, keywords)
-    program = _export(unpacked, len(input_names), example_inputs(model, len(input_names)))
+    example = example_inputs(model, len(input_names))
+    program = _export(unpacked, len(input_names), example)
     output_form = unpacked.seen.output_form
     assert output_form is not None
     _require_plain_constants(output_form)
-    limit = length_limit(program._guards_code, program.graph)
+    limit = length_limit(program._guards_code, program.graph, example[0].shape[1])
     graph_module = _under_own_names(program.module(check_guards=False), input_names)
     return Captured(graph_module, tuple(input_names), output_form, limit)
 
@@ -132,7 +136,7 @@ def device_of(model: nn.Module) -> torch.device:
 def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     dynamic = {"values": tuple({1: torch.export.Dim.DYNAMIC} for _ in range(inputs))}
     try:
-        with _quiet(), capturable(unpacked.model), torch.random.fork_rng():
+        with _quiet(), _guards_at_lines_of_the_model(), capturable(unpacked.model), torch.random.fork_rng():
             return torch.export.export(unpacked, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:
         raise
@@ -151,6 +155,24 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(previous)
+
+
+@contextlib.contextmanager
+def _guards_at_lines_of_the_model() -> Iterator[None]:
+    """Guards on T keep the line of the model that they come from, not that of torch's own code."""
+    original = ShapeEnv._get_user_frame
+
+    def first_of_the_model(_environment: ShapeEnv) -> types.FrameType | None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame
+
+    ShapeEnv._get_user_frame = first_of_the_model  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv._get_user_frame = original  # type: ignore[method-assign]
 
 
 def _explained(error: Exception) -> Exception:

@@ -49,9 +49,12 @@ def _holds(code: Any, tokens: int) -> bool:
     return bool(eval(code, {"__builtins__": {}}, names))  # noqa: S307 - code that torch.export wrote
 
 
-def _probe_lengths() -> list[int]:
+def _probe_lengths(guard: str) -> list[int]:
+    """All small lengths, powers of two, and the lengths at which the guard's own numbers may matter."""
     powers = [1 << exponent for exponent in range(12, 25)]
-    return sorted({*range(2, _SMALL), *(power + step for power in powers for step in (-1, 0, 1))})
+    numbers = {int(number) for number in re.findall(r"\d+", guard)}
+    own = {a // b for a in numbers for b in numbers | {1} if b and _SMALL <= a // b < _LARGEST}
+    return sorted({*range(2, _SMALL), *(length + step for length in (*powers, *own) for step in (-1, 0, 1))})
 
 
 def _last_true(holds: partial[bool], low: int, high: int) -> int:
@@ -61,20 +64,20 @@ def _last_true(holds: partial[bool], low: int, high: int) -> int:
     return low
 
 
-def _limit(guard: str) -> int | None:
-    """The greatest T that `guard` allows, None for no limit; raises ValueError where it is not an upper bound."""
+def _limit(guard: str, example: int) -> int | None:
+    """The greatest T up to which `guard` holds, None for no limit; raises ValueError where that is below `example`."""
     holds = partial(_holds, compile(guard, "<guard>", "eval"))
-    lengths = _probe_lengths()
+    lengths = _probe_lengths(guard)
     truth = [holds(tokens) for tokens in lengths]
     if all(truth):
         return None
     first_false = truth.index(False)
-    if first_false == 0 or any(truth[first_false:]):
+    if lengths[first_false] <= example:
         raise ValueError(guard)
     return _last_true(holds, lengths[first_false - 1], lengths[first_false])
 
 
-def length_limit(guards: Iterable[str], graph: fx.Graph) -> LengthLimit:
+def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> LengthLimit:
     """Reads the guards of an exported program.
 
     A guard that holds for every length of two tokens or more says nothing; one that holds up to some length is a
@@ -83,14 +86,15 @@ def length_limit(guards: Iterable[str], graph: fx.Graph) -> LengthLimit:
     Args:
         guards: `ExportedProgram._guards_code`.
         graph: the captured graph, whose shape environment knows the lines that the guards come from.
+        example: the T of the capture.
 
     Raises:
-        ControlFlowError: a guard is not an upper bound on T.
+        ControlFlowError: a guard does not hold for all lengths up to `example`.
     """
     limit = LengthLimit()
     for guard in guards:
         try:
-            tokens = _limit(guard)
+            tokens = _limit(guard, example)
         except ValueError:
             raise _control_flow(_readable(guard), _guard_line(guard, graph)) from None
         if tokens is not None and (limit.tokens is None or tokens < limit.tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from tree_compile.passes.attention_patterns import (
     match_sdpa,
     match_softmax,
 )
-from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility, pair_form
+from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility, pair_form, split_mask
 from tree_compile.passes.plan_inputs import RowTables, plan_input
 from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
@@ -68,12 +69,7 @@ class RewriteAttention:
         try:
             match: AttentionMatch = matcher(node, self.statics)
         except NoMatch as error:
-            raise TokenMixingError(
-                "This attention has a form that cannot be rewritten.",
-                where=source_line(node),
-                why=f"{error}.",
-                hint="use torch.nn.functional.scaled_dot_product_attention, with a mask made from positions alone.",
-            ) from None
+            raise _unknown_form(node, str(error)) from None
         if match.dropout:
             raise _dropout(match.dropout, source_line(node))
         return match
@@ -105,21 +101,32 @@ class RewriteAttention:
                 why="softmax over nothing gives that token a mean over hidden tokens.",
                 hint="let every token see itself.",
             ) from None
+        if not self._factors_are_one(match.scores):
+            raise _unknown_form(match.output, "its scores are multiplied by a table that changes what is visible")
         if form.slopes is not None and match.scores.sinks is not None:
             return PairForm(form.visibility, dense=True)
         return form
 
     def _combined(self, scores: Scores) -> Iterator[Tensor]:
         """The masks of one attention as one table, at each probed number of tokens."""
-        for samples in zip(*(self._samples(mask) for mask in scores.masks), strict=True):
+        for samples in zip(*(self._samples(mask.node) for mask in scores.masks), strict=True):
             tables = [_as_bias(sample, mask.hides) for sample, mask in zip(samples, scores.masks, strict=True)]
             if scores.causal:
                 tokens = samples[0].shape[-1]
                 tables.append(_as_bias(Visibility().table(tokens, samples[0].device), hides=False))
             yield tables[0] if len(tables) == 1 else _sum(tables)
 
-    def _samples(self, mask: Mask) -> tuple[Tensor, ...]:
-        kind = self.statics.kinds[mask.node]
+    def _factors_are_one(self, scores: Scores) -> bool:
+        """Whether every factor is 1 wherever something is visible, at each probed number of tokens."""
+        tables = [split_mask(table)[0] for table in self._combined(scores)]
+        return all(
+            bool(((factor == 1) | ~visible).all())
+            for node in scores.factors
+            for factor, visible in zip(self._samples(node), tables, strict=True)
+        )
+
+    def _samples(self, node: fx.Node) -> tuple[Tensor, ...]:
+        kind = self.statics.kinds[node]
         assert isinstance(kind, Pair)
         return kind.samples
 
@@ -127,13 +134,16 @@ class RewriteAttention:
 
     def _emit(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> fx.Node:
         meta, lead = match.output.meta, match.query.shape[:-2]
-        operands = [_in_heads(graph, operand, lead, meta) for operand in (match.query, match.key, match.value)]
+        operands = _in_one_dtype(
+            graph, [_in_heads(graph, operand, lead, meta) for operand in (match.query, match.key, match.value)]
+        )
         plan = [plan_input(graph, name) for name in ("plan_segments", "plan_position", "plan_subtree_end")]
         node = graph.call_function(tree_attention, (*operands, *plan), self._keywords(graph, match, form))
         node.meta = inherited(meta)
         node.meta["val"] = _value_in_heads(operands[0], operands[2])
         if len(lead) != 2 or lead[0] != 1:
             node = call(graph, aten.reshape.default, (node, [*lead, -1, match.value.shape[-1]]), meta)
+        node = _in_dtype(graph, node, match.output.meta["val"].dtype)
         if match.output_order != tuple(range(len(lead) + 2)):
             node = call(graph, aten.permute.default, (node, list(match.output_order)), meta)
         return node
@@ -170,6 +180,16 @@ def _in_heads(graph: fx.Graph, operand: Operand, lead: tuple[Any, ...], meta: di
         node = call(graph, aten.expand.default, (node, [*lead, -1, -1]), meta)
     heads = math.prod(int(size) for size in lead)
     return call(graph, aten.reshape.default, (node, [1, heads, -1, shape[-1]]), meta)
+
+
+def _in_one_dtype(graph: fx.Graph, operands: list[fx.Node]) -> list[fx.Node]:
+    """Some models compute scores in float32 and weigh values of another dtype: all are taken in the wider one."""
+    dtype = functools.reduce(torch.promote_types, (operand.meta["val"].dtype for operand in operands))
+    return [_in_dtype(graph, operand, dtype) for operand in operands]
+
+
+def _in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if node.meta["val"].dtype == dtype else call(graph, aten.to.dtype, (node, dtype), node.meta)
 
 
 def _value_in_heads(query: fx.Node, value: fx.Node) -> Tensor:
@@ -222,6 +242,15 @@ def _bidirectional(node: fx.Node, why: str) -> RefusedModelError:
         where=source_line(node),
         why=f"{why}, so a shared prefix would depend on what follows it.",
         hint="use a causal mask (is_causal=True); for a transformers model, the causal-LM class and is_decoder=True.",
+    )
+
+
+def _unknown_form(node: fx.Node, why: str) -> TokenMixingError:
+    return TokenMixingError(
+        "This attention has a form that cannot be rewritten.",
+        where=source_line(node),
+        why=f"{why}.",
+        hint="use torch.nn.functional.scaled_dot_product_attention, with a mask made from positions alone.",
     )
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Drifting, Fixed, Kind, Pair, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, Pair, StaticValues, Table
 
 aten = torch.ops.aten
 
@@ -56,12 +56,16 @@ class KeyBias:
 
 @dataclass(frozen=True)
 class Scores:
-    """score = softcap(scale * q.k) + biases, softcap(x) = c * tanh(x / c); sinks are one more logit per head."""
+    """score = softcap(scale * q.k) + biases, softcap(x) = c * tanh(x / c); sinks are one more logit per head.
+
+    `factors` are pair tables that have to be 1 wherever the masks hide nothing.
+    """
 
     scale: float = 1.0
     softcap: float = 0.0
     causal: bool = False
     masks: tuple[Mask, ...] = ()
+    factors: tuple[fx.Node, ...] = ()
     key_biases: tuple[KeyBias, ...] = ()
     sinks: fx.Node | None = None
 
@@ -101,7 +105,7 @@ def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
     scores = Scores(
         scale=float(values["scale"]) if values["scale"] is not None else width**-0.5,
         causal=bool(values["is_causal"]),
-        masks=() if mask is None else (_static_mask(mask, statics),),
+        masks=() if mask is None else _static_masks(mask, statics),
     )
     operands = [_plain(values[name]) for name in ("query", "key", "value")]
     return AttentionMatch(node, *operands, scores, _identity(node), float(values["dropout_p"]))
@@ -115,10 +119,20 @@ def _identity(node: fx.Node) -> tuple[int, ...]:
     return tuple(range(len(shape_of(node))))
 
 
-def _static_mask(node: fx.Node, statics: StaticValues, hides: bool = False) -> Mask:
-    if not isinstance(statics.kinds.get(node), Pair):
-        raise NoMatch(_why_not_static(statics.kinds.get(node)))
-    return Mask(node, hides)
+def _static_masks(node: fx.Node, statics: StaticValues, hides: bool = False) -> tuple[Mask, ...]:
+    """`node` as a mask; none where it hides nothing."""
+    kind = statics.kinds.get(node)
+    if isinstance(kind, Fill) and _hides_nothing(kind.value, hides):
+        return ()
+    if not isinstance(kind, Pair):
+        raise NoMatch(_why_not_static(kind))
+    return (Mask(node, hides),)
+
+
+def _hides_nothing(value: torch.Tensor, hides: bool) -> bool:
+    if value.dtype == torch.bool:
+        return bool((value != hides).all())
+    return bool((value == 0).all())
 
 
 def _why_not_static(kind: Kind | None) -> str:
@@ -150,6 +164,7 @@ _SAME_VALUES = {
 }  # fmt: skip
 
 
+_LEAST = {aten.maximum.default, aten.max.other, aten.clamp_min.default, aten.clamp.default}
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, *_DIVISIONS}
 
@@ -195,6 +210,10 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return args[0], reading
     if target in _SCALINGS and (factor := _number(args[1], statics)) is not None:
         return args[0], reading.scaled(1.0 / factor if target in _DIVISIONS else factor)
+    if target is aten.mul.Tensor and isinstance(statics.kinds.get(args[1]), Pair) and reading.bound is None:
+        return args[0], replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, args[1])))
+    if target in _LEAST and len(args) == 2 and (floor := _number(args[1], statics)) is not None and floor <= HIDDEN_BELOW:
+        return args[0], reading
     if target is aten.tanh.default and reading.bound is None:
         return args[0], replace(reading, bound=1.0)
     if target is aten.add.Tensor:
@@ -228,26 +247,24 @@ def _with_bias(scores: Scores, bias: fx.Node, factor: float, added_to: fx.Node, 
         return replace(scores, key_biases=(*scores.key_biases, KeyBias(bias, kind.dim, factor)))
     if factor != 1.0:
         raise NoMatch("a scaled mask is not known")
-    return replace(scores, masks=(*scores.masks, _static_mask(bias, statics)))
+    return replace(scores, masks=(*scores.masks, *_static_masks(bias, statics)))
 
 
 def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
     args: Any = node.args
     is_where = "where" in str(node.target)
     mask, scores, fill = (args[0], args[1], args[2]) if is_where else (args[1], args[0], args[2])
-    if not _fills_with_nothing(fill):
+    if not _fills_with_nothing(fill, statics):
         raise NoMatch("hidden scores are filled with a value that still gets weight")
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are changed after some were hidden")
-    found = _static_mask(mask, statics, hides=not is_where)
-    return scores, replace(reading, scores=replace(reading.scores, masks=(*reading.scores.masks, found)))
+    found = _static_masks(mask, statics, hides=not is_where)
+    return scores, replace(reading, scores=replace(reading.scores, masks=(*reading.scores.masks, *found)))
 
 
-def _fills_with_nothing(fill: Any) -> bool:
-    if isinstance(fill, fx.Node):
-        arguments = fill.args
-        fill = arguments[1] if fill.target is aten.full.default else arguments[0] if arguments else None
-    return isinstance(fill, (int, float)) and fill <= HIDDEN_BELOW
+def _fills_with_nothing(fill: Any, statics: StaticValues) -> bool:
+    number = _number(fill, statics)
+    return number is not None and number <= HIDDEN_BELOW
 
 
 def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:

@@ -6,6 +6,7 @@ at several numbers of tokens, below and above every constant that occurs in it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Fill:
-    """One value for all tokens."""
+    """The same for all tokens: `value`, with token dimensions of size one."""
+
+    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -198,13 +201,16 @@ def _shared_frontier(graph: fx.Graph, static: set[fx.Node], symbol: Any) -> set[
 
 
 def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
+    """Whether `node` is a view of a table f(t) that is a table again, with all its tokens."""
     if node.target not in (torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor):
         return False
     source: Any = node.args[0]
-    dims = [dim for dim, size in enumerate(shape_of(source)) if token_factor(size, symbol) != 0]
-    if source.op != "call_function" or len(dims) != 1 or token_factor(shape_of(source)[dims[0]], symbol) != 1:
+    before, after = ([token_factor(size, symbol) for size in shape_of(value)] for value in (source, node))
+    if source.op != "call_function" or any(sorted(set(factors)) not in ([1], [0, 1]) for factors in (before, after)):
         return False
-    return node.target is torch.ops.aten.unsqueeze.default or node.args[1] not in (dims[0], dims[0] - len(shape_of(source)))
+    if before.count(1) != 1 or after.count(1) != 1:
+        return False
+    return node.target is torch.ops.aten.unsqueeze.default or int(node.args[1]) % len(before) != before.index(1)  # type: ignore[call-overload]
 
 
 def _is_size_of_input(node: fx.Node) -> bool:
@@ -313,7 +319,7 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     if not dims:
         return Fixed(last)
     if all(bool((last == last.narrow(dim, 0, 1)).all()) for dim in dims):
-        return Fill()
+        return Fill(functools.reduce(lambda value, dim: value.narrow(dim, 0, 1), dims, last))
     if len(dims) == 1:
         return Table(dims[0], _first_of_range(last, dims[0]))
     if dims == [len(factors) - 2, len(factors) - 1]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
-from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
+from tree_compile.passes.axes import BLANK, TOKENS, Axis, Mixes, Value
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
 from tree_compile.passes.source import source_line
-from tree_compile.passes.token_rules import RULES, Result, Step, rule_of
+from tree_compile.passes.token_rules import RULES, TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
 from tree_compile.runtime.attention import tree_attention
 
 
@@ -72,6 +72,8 @@ def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol)
     try:
         if rule is None:
             return _without_tokens(step)
+        if rule not in TAKE_SIZES and any(is_size(source) for source in node.all_input_nodes):
+            raise Mixes(USES_LENGTH)
         return rule(step)
     except Mixes as error:
         raise _mixing(node, str(error)) from None
@@ -85,6 +87,8 @@ def _without_tokens(step: Step) -> Result:
     makes_tokens = any(step.factor(size) for value in values if isinstance(value, Tensor) for size in value.shape)
     if sees_tokens or makes_tokens or _is_random(step.node):
         raise _unknown(step.node)
+    if any(is_size(source) for source in step.node.all_input_nodes):
+        raise Mixes(USES_LENGTH)
     shaped = tuple(Value((None,) * value.dim()) for value in values if isinstance(value, Tensor))
     return shaped if isinstance(results, (tuple, list)) else shaped[0]
 
@@ -109,17 +113,25 @@ def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:
     for value, meta in zip(values, metas, strict=True):
         if sum(axis is not None for axis in value.axes) > 1:
             raise _mixing(node, "it relates every token to every other, and is not an attention that can be rewritten")
-        mentions = [token_factor(size, symbol) != 0 for size in meta.shape]
-        if mentions != [axis is not None for axis in value.axes]:
+        factors = [token_factor(size, symbol) for size in meta.shape]
+        if len(factors) != len(value.axes) or not all(map(_fits, factors, value.axes)):
             raise _mixing(node, "the sizes of its result do not fit to the tokens that go into it")
     return result
+
+
+def _fits(factor: int, axis: Axis | None) -> bool:
+    """Whether a dimension of size `factor` * T can be `axis`; -1 stands for any other size that mentions T."""
+    if axis is None or axis == BLANK:
+        return factor == 0 if axis is None else factor > 0
+    return factor == axis.left * axis.right
 
 
 def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
     for result in node.all_input_nodes:
         value = known[result]
         assert isinstance(value, Value)
-        leading = value.axes[: 2 if shape_of(result)[0] == 1 else 1]
+        has_batch = shape_of(result)[:1] == (1,)
+        leading = value.axes[: 2 if has_batch else 1]
         if value.content is not None or leading not in ((None, TOKENS), (TOKENS,), (TOKENS, None)):
             raise _mixing(result, "the model returns it, and it is not one value for every token")
 

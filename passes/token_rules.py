@@ -33,6 +33,7 @@ from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expres
 
 aten = torch.ops.aten
 Result = Value | tuple[Value, ...]
+USES_LENGTH = "it uses the number of tokens as a value, which is not that of any one sequence"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Step:
         if not isinstance(argument, fx.Node):
             return Value(())
         if is_size(argument):
-            raise Mixes("it uses the number of tokens as a value, which is not that of any one sequence")
+            raise Mixes(USES_LENGTH)
         known = self.known[argument]
         assert isinstance(known, Value)
         return known
@@ -137,7 +138,10 @@ def rule_of(operator: Any) -> Rule | None:
     name = getattr(operator, "name", lambda: "")()
     if name in RULES_OF_OTHERS:
         return RULES_OF_OTHERS[name]
-    return elementwise if torch.Tag.pointwise in getattr(operator, "tags", ()) else None
+    tags = getattr(operator, "tags", ())
+    # Random numbers belong to a place in the row, also where an operator works element by element.
+    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return elementwise if is_pointwise else None
 
 
 # Element by element
@@ -163,7 +167,13 @@ for _operator in _operators(
 
 @_rule("to _to_copy clone contiguous alias detach lift_fresh_copy float half double")
 def _same(step: Step) -> Value:
-    return step.raw(step.node.args[0])
+    known = step.raw(step.node.args[0])
+    if known.content is not None and step.node.meta["val"].dtype not in _HOLDS_ROW_NUMBERS:
+        return step.value("self")
+    return known
+
+
+_HOLDS_ROW_NUMBERS = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 
 @_rule("floor_divide div.Tensor_mode div.Scalar_mode")
@@ -196,7 +206,7 @@ def _remainder(step: Step) -> Value:
 def _new(step: Step) -> Value:
     for name in ("fill_value", "s"):
         if is_size(step.arguments.get(name)):
-            raise Mixes("it uses the number of tokens as a value, which is not that of any one sequence")
+            raise Mixes(USES_LENGTH)
     return Value(tuple(BLANK if factor else None for factor in step.out_factors()))
 
 
@@ -364,7 +374,9 @@ def _view(step: Step) -> Value:
     """Sizes are taken apart into factors, in order, and put together again; T must stay whole."""
     known = step.raw(step.node.args[0])
     factors = step.out_factors()
-    if all(axis is None or axis == BLANK for axis in known.axes):
+    source = shape_of(step.node.args[0])  # type: ignore[arg-type]
+    sizes = [int(size) for size, axis in zip(source, known.axes, strict=True) if axis is None]
+    if all(axis is None or axis == BLANK for axis in known.axes) and math.prod(sizes) == 1:
         return Value(tuple(BLANK if factor else None for factor in factors), known.content)
     atoms = _Atoms.of(step, step.node.args[0], known)
     axes = tuple(atoms.take(size, factor) for size, factor in zip(shape_of(step.node), factors, strict=True))
@@ -386,7 +398,10 @@ class _Atoms:
         for size, axis in zip(shape_of(node), known.axes, strict=True):
             if axis is None:
                 atoms.append(int(size))
-            elif axis == BLANK or axis.order is not None:
+            elif axis == BLANK:
+                # All its entries are the same, so each may count as that of its place.
+                atoms += [TOKENS, step.factor(size)]
+            elif axis.order is not None:
                 atoms.append(axis)
             else:
                 atoms += [axis.left, TOKENS, axis.right]
@@ -402,8 +417,6 @@ class _Atoms:
             raise Mixes(_SPLIT)
         axis = self.atoms.pop(0)
         assert isinstance(axis, Axis)
-        if axis == BLANK:
-            return BLANK
         if axis.order is not None:
             if left != 1 or axis.left * axis.right != factor:
                 raise Mixes("it reshapes rows while they are sorted")
@@ -460,12 +473,15 @@ def _repeat(step: Step) -> Value:
     known = step.value("self")
     times = list(step.node.args[1])  # type: ignore[arg-type]
     padded = (None,) * (len(times) - len(known.axes)) + known.axes
-    if any(is_size(count) for count in times):
-        return Value(tuple(axis or (BLANK if f else None) for axis, f in zip(padded, step.out_factors(), strict=True)))
-    return Value(tuple(_tiled(axis, int(count)) for axis, count in zip(padded, times, strict=True)))
+    sizes = (1,) * (len(times) - len(known.axes)) + shape_of(step.node.args[0])  # type: ignore[arg-type]
+    return Value(tuple(_tiled(*each) for each in zip(padded, sizes, times, strict=True)))
 
 
-def _tiled(axis: Axis | None, count: int) -> Axis | None:
+def _tiled(axis: Axis | None, size: Any, count: Any) -> Axis | None:
+    if is_size(count):
+        if axis is not None or size != 1:
+            raise Mixes("it repeats something as often as there are tokens")
+        return BLANK
     if axis is None or axis == BLANK or count == 1:
         return axis
     if axis.order is not None:
@@ -499,6 +515,8 @@ def _slice(step: Step) -> Value:
         raise Mixes("it cuts or shifts the tokens")
     if known.axes[place] is None and step.factor(after):
         raise Mixes("it takes as many parts of a tensor without tokens as there are tokens")
+    if known.axes[place] is None and any(is_size(argument) for argument in step.node.args):
+        raise Mixes(USES_LENGTH)
     return known
 
 
@@ -563,6 +581,8 @@ def _slice_scatter(step: Step) -> Value:
         "start" not in step.arguments or size_expression(shape_of(step["src"])[place]) != size_expression(shape_of(step["self"])[place])
     ):
         raise Mixes("it writes some of the tokens only")
+    if whole.axes[place] is None and any(is_size(argument) for argument in step.node.args):
+        raise Mixes(USES_LENGTH)
     return Value(broadcast([whole, Value(part_axes)]))
 
 
@@ -643,6 +663,8 @@ def _convolution(step: Step) -> Value:
 @_rule("embedding.default")
 def _embedding(step: Step) -> Value:
     _require_no_tokens(step, "weight")
+    if step["scale_grad_by_freq"]:
+        raise Mixes("it divides gradients by how often a token occurs in the batch")
     return Value((*step.value("indices").axes, None))
 
 
@@ -693,7 +715,8 @@ def _histc(step: Step) -> Value:
 @_rule("bincount.default")
 def _bincount(step: Step) -> Value:
     content = step.raw(step["self"]).content
-    return Value((None,), Counts(content.order)) if isinstance(content, Keys) else _counted(step)
+    plain = isinstance(content, Keys) and step["weights"] is None
+    return Value((None,), Counts(content.order)) if plain else _counted(step)
 
 
 def _counted(step: Step) -> Value:
@@ -705,8 +728,10 @@ def _counted(step: Step) -> Value:
 
 @_rule("cumsum.default")
 def _cumsum(step: Step) -> Result:
-    content = step.raw(step["self"]).content
-    return Value((None,), Offsets(content.order)) if isinstance(content, Counts) else _CUMSUM(step)
+    known = step.raw(step["self"])
+    if isinstance(known.content, Counts) and len(known.axes) == 1:
+        return Value((None,), Offsets(known.content.order))
+    return _CUMSUM(step)
 
 
 _CUMSUM = _along("accumulates")
@@ -780,7 +805,7 @@ def _index_put(step: Step) -> Value:
         numbers, put = step.raw(indices[0]), step.raw(values)
         axis = numbers.axes[0] if numbers.axes else None
         if isinstance(numbers.content, RowNumber) and axis is not None and axis.order is not None and _covers(numbers.content.axis, axis):
-            if put.content == RowNumber(BLANK) or put.content == RowNumber(TOKENS):
+            if put in (Value((BLANK,), RowNumber(BLANK)), Value((TOKENS,), RowNumber(TOKENS))):
                 return Value((numbers.content.axis,), Slot(axis.order))
             if put.axes == (axis,) and put.content is None:
                 return Value((numbers.content.axis,))
@@ -804,7 +829,7 @@ def _index_add(step: Step) -> Value:
     return Value((*rest[:place], Axis(content.axis.left, content.axis.right), *rest[place:]))  # type: ignore[union-attr]
 
 
-@_rule("gather.default take_along_dim")
+@_rule("gather.default")
 def _gather(step: Step) -> Value:
     return _within_rows(step, step.node.args[2], step.node.args[1], "takes", [])
 
@@ -819,11 +844,21 @@ def _within_rows(step: Step, first: Any, second: Any, what: str, others: list[An
     dim, index = (first, second) if isinstance(first, int) else (second, first)
     known, numbers = step.value("self"), step.plain(index)
     place = step.dim(dim, len(known.axes))
-    if known.axes[place] is not None:
-        raise Mixes(f"it {what} rows by numbers that may belong to other tokens")
     values = [step.plain(other) for other in others]
+    if known.axes[place] is not None or any(axes.axes[place] is not None for axes in (numbers, *values) if axes.axes):
+        raise Mixes(f"it {what} rows by numbers that may belong to other tokens")
+    if any(not _same_tokens(known, other) for other in (numbers, *values) if other.axes):
+        raise Mixes(f"it {what} some of the tokens only")
     return Value(broadcast([known, numbers, *values]))
 
+
+def _same_tokens(known: Value, other: Value) -> bool:
+    """Whether two tensors without broadcasting have their tokens in the same dimensions."""
+    return [axis is None for axis in known.axes] == [axis is None for axis in other.axes]
+
+
+TAKE_SIZES: set[Rule] = {elementwise, _new, _arange, _view, _expand, _repeat, _slice, _slice_scatter}
+"""Rules that look at arguments that depend on T themselves; such an argument of any other operation is refused."""
 
 RULES_OF_OTHERS: dict[str, Rule] = {
     "transformers::grouped_mm_fallback": grouped_product,

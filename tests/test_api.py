@@ -1,0 +1,251 @@
+"""The public surface: what goes in, what comes out, and what stays the user's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tree_compile import Plan, TreeModel, plan_rows, treecompile
+from tree_compile.models.dense import Dense, DenseConfig
+from tree_compile.tiny import tiny_model
+
+SEQUENCES = [[3, 1, 4, 1, 5, 9, 2], [3, 1, 4, 1, 5, 8], [3, 1, 4], [7, 7, 7, 7], [3, 1, 4, 1, 5, 8]]
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Dense(DenseConfig(vocab_size=50, width=32, layers=2, heads=2, kv_heads=1, hidden=48)).double()
+
+
+@pytest.fixture(scope="module")
+def tree_model(model: nn.Module) -> TreeModel:
+    return treecompile(model, min_shared_tokens=2, backend="eager")
+
+
+def assert_exact(out: Any, model: nn.Module, sequences: list[list[int]] = SEQUENCES) -> None:
+    for i, tokens in enumerate(sequences):
+        assert torch.allclose(out.logits[i], model(torch.tensor([tokens]))[0], rtol=0, atol=1e-6)
+
+
+class Returning(nn.Module):
+    """A model that returns its logits in some other form."""
+
+    def __init__(self, model: nn.Module, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.model, self.form = model, form
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.form(self.model(input_ids))
+
+
+def test_output_i_is_what_the_model_returns_for_sequence_i(tree_model: TreeModel, model: nn.Module) -> None:
+    out = tree_model(SEQUENCES)
+    assert len(out) == len(SEQUENCES) == len(list(out))
+    for i, tokens in enumerate(SEQUENCES):
+        assert out[i].shape == (len(tokens), 50)
+        assert torch.equal(out[i], out.logits[i])
+    assert_exact(out, model)
+
+
+def test_outputs_are_indexed_like_a_list(tree_model: TreeModel) -> None:
+    out = tree_model(SEQUENCES)
+    assert torch.equal(out[-1], out[4])
+    assert [part.shape for part in out[1:3]] == [out[1].shape, out[2].shape]
+    assert [part.shape for part in out.logits[::2]] == [out[i].shape for i in (0, 2, 4)]
+    with pytest.raises(IndexError, match="there is no sequence 5"):
+        out[5]
+
+
+@pytest.mark.parametrize(
+    ("form", "read"),
+    [
+        (lambda logits: {"logits": logits, "doubled": 2 * logits}, lambda part: part["doubled"]),
+        (lambda logits: (logits, 2 * logits), lambda part: part[1]),
+        (lambda logits: [logits, None, 2 * logits], lambda part: part[2]),
+    ],
+)
+def test_outputs_keep_the_form_that_the_model_returns(
+    model: nn.Module, form: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
+) -> None:
+    out = treecompile(Returning(model, form), min_shared_tokens=2, backend="eager")(SEQUENCES)
+    assert type(out[0]) is type(form(torch.zeros(1)))
+    assert torch.equal(read(out[1]), 2 * out.logits[1])
+    assert_exact(out, model)
+
+
+def test_transformers_outputs_keep_their_class() -> None:
+    out = treecompile(tiny_model("llama"), backend="eager", forward_kwargs={"output_hidden_states": True})(SEQUENCES)
+    assert type(out[0]).__name__ == "CausalLMOutputWithPast"
+    assert out[1].logits.shape == (6, 128)
+    assert [states.shape for states in out[1].hidden_states] == [(6, 64)] * 3
+
+
+@pytest.mark.parametrize(
+    "form",
+    [torch.tensor, np.array, tuple, lambda tokens: np.array(tokens, np.uint16), lambda tokens: torch.tensor(tokens).int()],
+)
+def test_sequences_may_be_lists_arrays_or_tensors(tree_model: TreeModel, model: nn.Module, form: Any) -> None:
+    assert_exact(tree_model([form(tokens) for tokens in SEQUENCES]), model)
+
+
+def test_a_plan_and_its_rows_are_accepted(tree_model: TreeModel, model: nn.Module) -> None:
+    plan = plan_rows(SEQUENCES, 8, min_shared_tokens=1)
+    assert len(plan.rows) > 1
+    assert_exact(tree_model(plan), model)
+    for row in plan.rows:
+        out = tree_model(row)
+        assert len(out) == len(row.sequence_ids)
+        for i in row.sequence_ids:
+            assert torch.allclose(out.logits[i], model(torch.tensor([SEQUENCES[i]]))[0], rtol=0, atol=1e-6)
+
+
+def test_parameters_are_the_original_objects(tree_model: TreeModel, model: nn.Module) -> None:
+    assert [id(p) for p in tree_model.parameters()] == [id(p) for p in model.parameters()]
+    assert tree_model.state_dict().keys() == model.state_dict().keys()
+    tree_model(SEQUENCES)
+    assert [id(p) for p in tree_model.parameters()] == [id(p) for p in model.parameters()]
+
+
+def test_a_loaded_state_dict_is_used(model: nn.Module) -> None:
+    mine, other = copy.deepcopy(model), copy.deepcopy(model)
+    tree_model = treecompile(mine, min_shared_tokens=2, backend="eager")
+    tree_model(SEQUENCES)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    tree_model.load_state_dict(other.state_dict())
+    assert_exact(tree_model(SEQUENCES), other)
+
+
+def test_a_replaced_parameter_is_used(model: nn.Module) -> None:
+    mine = copy.deepcopy(model)
+    tree_model = treecompile(mine, min_shared_tokens=2, backend="eager")
+    tree_model(SEQUENCES)
+    name, parameter = next(iter(mine.named_parameters()))
+    owner = mine.get_submodule(name.rpartition(".")[0])
+    setattr(owner, name.rpartition(".")[2], nn.Parameter(parameter.detach() * 2))
+    assert_exact(tree_model(SEQUENCES), mine)
+
+
+def test_a_changed_buffer_is_used() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+            self.register_buffer("scales", torch.linspace(1, 2, 64))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.embed(input_ids) * self.scales[: input_ids.shape[1], None])
+
+    mine = Scaled()
+    tree_model = treecompile(mine, min_shared_tokens=2, backend="eager")
+    assert_exact(tree_model(SEQUENCES), mine)
+    with torch.no_grad():
+        mine.scales.mul_(3)
+    assert_exact(tree_model(SEQUENCES), mine)
+
+
+def test_training_and_eval_mode_follow_the_model() -> None:
+    model = tiny_model("gpt2", resid_pdrop=0.5)
+    tree_model = treecompile(model, min_shared_tokens=2, backend="eager")
+    tree_model.eval()
+    assert not model.training
+    first, second = tree_model(SEQUENCES).logits[0], tree_model(SEQUENCES).logits[0]
+    assert torch.equal(first, second)
+    tree_model.train()
+    assert model.training
+    assert not torch.equal(tree_model(SEQUENCES).logits[0], tree_model(SEQUENCES).logits[0])
+    model.eval()
+    assert torch.equal(tree_model(SEQUENCES).logits[0], first)
+
+
+def test_payloads_share_a_prefix_only_where_they_agree() -> None:
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Dense(DenseConfig(vocab_size=50, width=32, layers=1, heads=2, kv_heads=1, hidden=48))
+            self.types = nn.Embedding(2, 50)
+
+        def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+            return self.inner(input_ids) + self.types(token_type_ids)
+
+    model = Typed()
+    tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
+    inputs = {"input_ids": [[1, 2, 3, 4], [1, 2, 3, 5]], "token_type_ids": [[0, 0, 1, 0], [0, 1, 1, 0]]}
+    out = tree_model(inputs)
+    assert tree_model.plan(inputs).packed_tokens == 7
+    for i in range(2):
+        alone = model(*(torch.tensor([values[i]]) for values in inputs.values()))[0]
+        assert torch.allclose(out.logits[i], alone, atol=1e-5)
+
+
+def test_loss_over_outputs_gives_gradients_in_the_original_parameters(tree_model: TreeModel, model: nn.Module) -> None:
+    model.zero_grad()
+    out = tree_model(SEQUENCES)
+    sum(out.logits[i].square().sum() for i in range(len(SEQUENCES))).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_no_grad_builds_no_graph(tree_model: TreeModel) -> None:
+    with torch.no_grad():
+        assert not tree_model(SEQUENCES).logits[0].requires_grad
+
+
+def test_plan_uses_the_models_options(model: nn.Module) -> None:
+    plan = treecompile(model, 8, min_shared_tokens=1).plan(SEQUENCES)
+    assert isinstance(plan, Plan)
+    assert plan.row_tokens == 8
+    assert max(row.length for row in plan.rows) <= 8
+
+
+def test_check_reports_outputs_and_gradients(tree_model: TreeModel) -> None:
+    report = tree_model.check(SEQUENCES)
+    assert report.ok
+    assert report.input_tokens == 26
+    assert report.greatest_output_difference <= report.tolerance
+    assert "equal to the unpacked model" in str(report)
+    assert tree_model.check().ok
+
+
+def test_check_finds_a_wrong_result(tree_model: TreeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tree_compile import programs
+
+    right = programs.row_inputs
+
+    def wrong(row: Any, device: torch.device) -> tuple[Any, ...]:
+        return right(replace(row, inputs={"input_ids": row.tokens[::-1].copy()}), device)
+
+    monkeypatch.setattr(programs, "row_inputs", wrong)
+    report = tree_model.check(SEQUENCES)
+    assert not report.ok
+    assert "NOT EQUAL" in str(report)
+
+
+def test_explain_names_each_attention_with_its_line(tree_model: TreeModel) -> None:
+    tree_model(SEQUENCES)
+    text = str(tree_model.explain())
+    assert text.count("visible: k <= q") == 2
+    assert text.count("dense.py:") >= 2
+    assert "token ids below 50" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"backend": "xla"}, "backend must be"), ({"objective": "speed"}, "objective must be")],
+)
+def test_options_without_a_meaning_are_refused(model: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        treecompile(model, **options)
+
+
+def test_a_model_that_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        treecompile(lambda ids: ids)  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""Compiled blocks: alike ones share code, and new trees and lengths compile nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.utils import counters
+
+from tests.differential.trees import random_sequences
+from tree_compile import programs, treecompile
+from tree_compile.models.dense import Dense, DenseConfig
+from tree_compile.tiny import tiny_model
+
+
+def traced(section: fx.GraphModule) -> object:
+    """As `compiled`, without the slow code generation: what is counted is how often torch.compile traces."""
+    return torch.compile(section, backend="aot_eager", dynamic=True, fullgraph=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setitem(programs.BACKENDS, "inductor", traced)
+
+
+def step(model: nn.Module, sequences: list[list[int]]) -> None:
+    out = model(sequences)
+    sum(part.square().mean() for part in out.logits).backward()
+
+
+@pytest.mark.parametrize("model_type", ["dense", "llama", "mistral", "qwen3_moe"])
+def test_new_trees_and_row_lengths_compile_nothing_after_two_steps(model_type: str) -> None:
+    config = DenseConfig(vocab_size=128, width=32, layers=3, heads=2, kv_heads=1, hidden=48)
+    model = Dense(config) if model_type == "dense" else tiny_model(model_type)
+    tree_model = treecompile(model, min_shared_tokens=1, self_check=False)
+    for seed in (0, 1):
+        step(tree_model, random_sequences(seed, 128))
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+
+    lengths = set()
+    for seed in range(2, 7):
+        lengths.add(tree_model.plan(random_sequences(seed, 128)).packed_tokens)
+        step(tree_model, random_sequences(seed, 128))
+    step(tree_model, [[1], [2]])
+    step(tree_model, [[3]])
+    assert len(lengths) > 3
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_blocks_of_the_same_form_share_their_code() -> None:
+    model = Dense(DenseConfig(vocab_size=128, width=32, layers=6, heads=2, kv_heads=1, hidden=48))
+    tree_model = treecompile(model, self_check=False)
+    tree_model([[1, 2, 3]])
+    explanation = tree_model.explain()
+    assert explanation.blocks == (8, 3)
+    assert counters["stats"]["unique_graphs"] == 3

@@ -1,0 +1,82 @@
+"""The check of the first call catches a rewrite that is wrong, also where the proof does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tree_compile import treecompile
+from tree_compile.errors import SelfCheckError
+from tree_compile.passes import attention
+from tree_compile.passes.plan_inputs import RowTables
+from tree_compile.passes.token_axis import RULES
+from tree_compile.tiny import tiny_model
+
+SEQUENCES = [[3, 1, 4, 1, 5], [3, 1, 4, 2, 6]]
+
+
+def table_in_row_order(self: RowTables, node: fx.Node, dim: int) -> fx.Node:
+    """A rewrite that leaves a position table at 0, 1, 2, … along the row."""
+    return node
+
+
+def position_in_row_order(self: RowTables, node: fx.Node, dim: int, first: int) -> fx.Node:
+    """A rewrite that leaves positions at 0, 1, 2, … along the row."""
+    return node
+
+
+def attention_that_sees_siblings(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor, **options: Any) -> Tensor:
+    """Plain causal attention over the row."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scale"], enable_gqa=True)
+
+
+@pytest.fixture(params=["llama", "gpt2", "qwen3"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return tiny_model(request.param)
+
+
+def test_self_check_passes_a_right_rewrite(model: nn.Module) -> None:
+    assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2
+
+
+def test_self_check_catches_positions_that_are_not_gathered(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, no_proof: None
+) -> None:
+    monkeypatch.setattr(RowTables, "at_positions", table_in_row_order)
+    monkeypatch.setattr(RowTables, "positions", position_in_row_order)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree"):
+        treecompile(model, backend="eager")(SEQUENCES)
+
+
+def test_self_check_catches_a_sibling_that_is_left_visible(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, attention_that_sees_siblings, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_that_sees_siblings)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree"):
+        treecompile(model, backend="eager")(SEQUENCES)
+
+
+def test_self_check_can_be_turned_off(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, attention_that_sees_siblings, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_that_sees_siblings)
+    assert len(treecompile(model, backend="eager", self_check=False)(SEQUENCES)) == 2
+
+
+def test_self_check_leaves_modes_and_random_numbers_as_they_were(model: nn.Module) -> None:
+    model.train()
+    state = torch.get_rng_state()
+    treecompile(model, backend="eager")(SEQUENCES)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.fixture
+def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every graph pass the token-axis proof."""
+    from tree_compile.passes.report import PassReport
+    from tree_compile.passes.token_axis import ProveTokenAxis
+
+    monkeypatch.setattr(ProveTokenAxis, "__call__", lambda self, _: PassReport(self.name, ()))

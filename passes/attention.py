@@ -133,10 +133,8 @@ class RewriteAttention:
     # The new nodes
 
     def _emit(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> fx.Node:
-        meta, lead = match.output.meta, match.query.shape[:-2]
-        operands = _in_one_dtype(
-            graph, [_in_heads(graph, operand, lead, meta) for operand in (match.query, match.key, match.value)]
-        )
+        meta, lead = match.output.meta, _lead_of_output(match)
+        operands = _in_one_dtype(graph, _operands(graph, match, lead))
         plan = [plan_input(graph, name) for name in ("plan_segments", "plan_position", "plan_subtree_end")]
         node = graph.call_function(tree_attention, (*operands, *plan), self._keywords(graph, match, form))
         node.meta = inherited(meta)
@@ -169,12 +167,30 @@ class RewriteAttention:
         return flat if bias.factor == 1.0 else call(graph, aten.mul.Tensor, (flat, bias.factor), {})
 
 
-def _in_heads(graph: fx.Graph, operand: Operand, lead: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
-    """The operand as `[1, heads, tokens, width]`."""
+def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
+    """The dimensions before tokens and width in the output; scores may have been reshaped on their way to the values."""
+    sizes = dict(zip(match.output_order, shape_of(match.output), strict=True))
+    return tuple(sizes[dim] for dim in range(len(sizes) - 2))
+
+
+def _operands(graph: fx.Graph, match: AttentionMatch, lead: tuple[Any, ...]) -> list[fx.Node]:
+    """Query, key and value as `[1, heads, tokens, width]`; keys and values may have fewer heads, each for a group."""
+    query, key = match.query.shape[:-2], match.key.shape[:-2]
+    of_scores = query if match.output.target is _SDPA else torch.broadcast_shapes(query, key)
+    return [
+        _in_heads(graph, match.query, of_scores, match.output.meta, grouped=False),
+        _in_heads(graph, match.key, of_scores, match.output.meta, grouped=True),
+        _in_heads(graph, match.value, lead, match.output.meta, grouped=True),
+    ]
+
+
+def _in_heads(
+    graph: fx.Graph, operand: Operand, lead: tuple[Any, ...], meta: dict[str, Any], *, grouped: bool
+) -> fx.Node:
     node, shape = operand.node, operand.shape
     if operand.order != tuple(range(len(shape))):
         node = call(graph, aten.permute.default, (node, list(operand.order)), meta)
-    if len(lead) == 2 and lead[0] == 1:
+    if len(lead) == 2 and lead[0] == shape[0] == 1 and len(shape) == 4 and (grouped or shape[1] == lead[1]):
         return node
     if shape[:-2] != lead:
         node = call(graph, aten.expand.default, (node, [*lead, -1, -1]), meta)

@@ -21,6 +21,8 @@ from tree_compile.passes.source import line_of_trace
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
+_PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
+"""Functions whose hand-written backward is the derivative of their forward, so that it may be dropped."""
 
 
 @contextlib.contextmanager
@@ -72,7 +74,7 @@ def _own_backwards() -> Iterator[None]:
     apply, checkpoint = Function.__dict__["apply"], CheckpointFunction.__dict__.get("apply")
 
     def refuse(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not function.__module__.startswith("torch."):
+        if torch.is_grad_enabled() and not _has_plain_derivative(function):
             raise _lost_backward(function.__name__)
         return apply.__get__(None, function)(*args, **kwargs)
 
@@ -89,6 +91,10 @@ def _own_backwards() -> Iterator[None]:
             del CheckpointFunction.apply
         else:
             CheckpointFunction.apply = checkpoint
+
+
+def _has_plain_derivative(function: type[Function]) -> bool:
+    return function.__module__.startswith("torch.") or (function.__module__, function.__name__) in _PLAIN_DERIVATIVES
 
 
 def _lost_backward(name: str) -> CaptureError:

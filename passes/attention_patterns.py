@@ -5,6 +5,8 @@ Both are read into one description, `AttentionMatch`; nothing is changed here.
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -218,8 +220,8 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return args[0], replace(reading, bound=1.0)
     if target is aten.add.Tensor:
         return _read_add(node, reading, statics)
-    if target is aten.sub.Tensor and _is_maximum_of(args[1], args[0]):
-        return args[0], reading
+    if target is aten.sub.Tensor and _is_maximum_over_keys(args[1], args[0]):
+        return args[0], _moved_by_a_constant(reading)
     if target in (aten.where.self, aten.where.ScalarOther, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         return _read_fill(node, reading, statics)
     if target is aten.cat.default and reading.scores.sinks is None:
@@ -232,7 +234,7 @@ def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[
     if node.kwargs.get("alpha", 1) != 1:
         raise NoMatch("a scaled addition to the scores is not known")
     if not isinstance(second, fx.Node):
-        return first, reading  # type: ignore[return-value]
+        return first, _moved_by_a_constant(reading)  # type: ignore[return-value]
     bias, rest = (second, first) if second in statics.nodes else (first, second)
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are scaled after a bias was added")
@@ -275,7 +277,8 @@ def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
     source: Any = sinks
     while source.op == "call_function" and source.target in (*_SAME_VALUES, aten.expand.default):
         source = source.args[0]
-    if shape_of(sinks)[-1] != 1 or source.meta["val"].dim() != 1:  # type: ignore[arg-type]
+    heads = math.prod(shape_of(sinks)[:-2])  # type: ignore[arg-type]
+    if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):  # type: ignore[arg-type]
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
     if reading.factor_after != 1.0 or reading.bound is not None:
         raise NoMatch("sinks are scaled")
@@ -295,7 +298,9 @@ def _keeps_pairs(node: fx.Node) -> bool:
     """Whether a node only changes dtype, memory or leading dimensions of its input."""
     if node.target is aten.slice.Tensor:
         return _sizes(node) == _sizes(node.args[0])  # type: ignore[arg-type]
-    return node.target in _SAME_VALUES and _sizes(node)[-2:] == _sizes(node.args[0])[-2:]  # type: ignore[arg-type]
+    if node.target not in _SAME_VALUES or not node.meta["val"].is_floating_point():
+        return False
+    return _sizes(node)[-2:] == _sizes(node.args[0])[-2:]  # type: ignore[arg-type]
 
 
 def _sizes(node: fx.Node) -> list[sympy.Expr]:
@@ -310,13 +315,23 @@ def _number(value: Any, statics: StaticValues) -> float | None:
     return float(kind.value) if isinstance(kind, Fixed) and kind.value.numel() == 1 else None
 
 
-def _is_maximum_of(node: Any, scores: Any) -> bool:
-    if not isinstance(node, fx.Node):
+def _moved_by_a_constant(reading: _Reading) -> _Reading:
+    """The softmax does not see a number that is added to all scores of a query; a tanh or a sink does."""
+    if reading.bound is not None or reading.scores.sinks is not None:
+        raise NoMatch("a number is added to its scores before a softcap or beside a sink")
+    return reading
+
+
+def _is_maximum_over_keys(node: Any, scores: fx.Node) -> bool:
+    """Whether `node` is the greatest of `scores` for every query, or over more than its keys."""
+    source = node.args[0] if isinstance(node, fx.Node) and node.target is operator.getitem else node
+    if not isinstance(source, fx.Node) or source.target not in (aten.amax.default, aten.max.dim):
         return False
-    if node.target in (aten.amax.default,):
-        return node.args[0] is scores
-    source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and source.target is aten.max.dim and source.args[0] is scores and node.args[1] == 0
+    if source.args[0] is not scores or (source is not node and node.args[1] != 0) or shape_of(node)[-1:] != (1,):
+        return False
+    dims = source.args[1] if len(source.args) > 1 else []
+    last = len(shape_of(scores)) - 1
+    return any(dim in (-1, last) for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
 def _name(node: fx.Node) -> str:

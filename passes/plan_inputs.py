@@ -13,6 +13,8 @@ from tree_compile.runtime.tables import pair_at_positions
 PLAN_INPUTS = ("plan_segments", "plan_position", "plan_subtree_end", "plan_length")
 """In this order: int64 CPU `[S, 5]`, int64 `[T]`, int64 `[T]`, and the number of tokens of the longest path."""
 
+_PER_TOKEN = ("plan_position", "plan_subtree_end")
+
 OUTSIDE = "tree_compile_outside"
 """Meta key of nodes over positions 0 … plan_length - 1, which have no token axis."""
 
@@ -26,7 +28,8 @@ def add_plan_inputs(graph_module: fx.GraphModule) -> None:
         with graph.inserting_after(last):
             last = graph.placeholder(name)
             last.meta[OUTSIDE] = True
-            last.meta["val"] = per_token
+            if name in _PER_TOKEN:
+                last.meta["val"] = per_token
 
 
 def plan_input(graph: fx.Graph, name: str) -> fx.Node:
@@ -72,7 +75,9 @@ class RowTables:
         if (node, dim) not in self._gathered:
             shape = [1] * node.meta["val"].dim()
             shape[dim] = -1
-            value = self._insert(torch.ops.aten.view.default, self._position(), shape)
+            value = self._position()
+            if len(shape) > 1:
+                value = self._insert(torch.ops.aten.view.default, value, shape)
             if first:
                 value = self._insert(torch.ops.aten.add.Tensor, value, first)
             if node.meta["val"].dtype != torch.int64:

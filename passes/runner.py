@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -49,5 +51,22 @@ def remove_unused(graph: fx.Graph) -> None:
 
 
 def readable(graph_module: fx.GraphModule) -> str:
-    """The graph as runnable Python, with the shapes of its values."""
-    return graph_module.print_readable(print_output=False)
+    """The graph as runnable Python, with the shapes of its values and the lines that they come from.
+
+    `forward` of the class can be called with the model itself as `self`.
+    """
+    code = graph_module.print_readable(print_output=False)
+    globals_ = graph_module.graph.python_code("self").globals
+    used = {name: value for name, value in globals_.items() if re.search(rf"\b{name}\b", code)}
+    return "\n".join([*_imports(used), "", "", code.strip(), ""])
+
+
+def _imports(used: Mapping[str, Any]) -> list[str]:
+    """Import statements for the global names of generated code."""
+    lines = ["import torch"]
+    for name, value in used.items():
+        if name != "torch" and hasattr(value, "__module__"):
+            lines.append(f"from {value.__module__} import {value.__name__} as {name}")
+        elif isinstance(value, float):
+            lines.append(f"from math import {name}")
+    return sorted(set(lines), key=lambda line: (line != "import torch", line))

@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
+import resource
+import sys
 import time
 import warnings
 from collections import Counter
@@ -33,6 +36,7 @@ from tree_compile.selfcheck import CheckReport
 from tree_compile.tiny import tiny_model
 
 SECONDS = 120
+MEMORY = 8 << 30
 FLOAT32_INSIDE = 2e-6
 """Greatest relative difference that a part computed in float32 inside of a float64 model explains."""
 
@@ -179,6 +183,9 @@ def examine_apart(model_type: str, seconds: float) -> Result:
 
 def _send(sender: Connection, model_type: str) -> None:
     torch.set_num_threads(1)
+    # torch.export prints the whole graph where a capture fails.
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     warnings.simplefilter("ignore")
     try:
         sender.send(examine(model_type))

@@ -36,6 +36,10 @@ class Functionalize:
             if node.op == "call_function" and _operator_name(node) in _ASSERTS:
                 graph.erase_node(node)
         for node in list(graph.nodes):
+            if node.target is torch.ops.aten.type_as.default:
+                # The other tensor gives its dtype alone; its values are of no use.
+                node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.meta["val"].dtype)
+        for node in list(graph.nodes):
             if node.op == "call_function" and writes(node):
                 _replace_write(graph, node)
         return PassReport(self.name, ())

@@ -67,13 +67,44 @@ _LATENT_ATTENTION = {
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 16}
 
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "hidden_size": 64,
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gpt_oss": {"rope_parameters": {**_YARN, "rope_theta": 150_000.0}},
     "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0]},
+    "longcat_flash": {
+        **_LATENT_ATTENTION,
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "qk_head_dim": 24,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "zero_expert_num": 4,
+    },
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 
@@ -118,17 +149,35 @@ def tiny_model(model_type: str, **overrides: Any) -> nn.Module:
 
 def _settings(model_type: str, known: Any) -> dict[str, Any]:
     settings = {name: value for name, value in _SIZES.items() if _has_setting(known, name)}
-    settings |= {name: value for name, value in _WHERE_ON.items() if getattr(known, name, None)}
+    settings |= {name: value for name, value in _WHERE_ON.items() if _setting(known, name)}
     settings |= {name: 0.0 for name in _DROPOUT if hasattr(known, name)}
     if hasattr(known, "kv_lora_rank"):
         settings.pop("head_dim", None)
         settings |= _LATENT_ATTENTION
+    settings |= {name: _settings_of_part(known, name) for name in getattr(known, "sub_configs", {})}
     return settings | _OF_TYPE.get(model_type, {})
+
+
+def _settings_of_part(known: Any, name: str) -> Any:
+    """Settings of a part with a config of its own, such as the text model of a model that sees."""
+    part = getattr(known, name, None)
+    if part is None or not name.endswith(("text_config", "decoder", "decoder_config")):
+        return part
+    own = {"model_type": part.model_type} if part.model_type else {}
+    return own | _settings(part.model_type, part)
+
+
+def _setting(known: Any, name: str) -> Any:
+    """A setting; those that vary from layer to layer have no value of the whole model."""
+    try:
+        return getattr(known, name, None)
+    except Exception:
+        return None
 
 
 def _has_setting(known: Any, name: str) -> bool:
     derived = getattr(type(known), name, None)
-    return hasattr(known, name) and not isinstance(derived, property)
+    return _setting(known, name) is not None and not isinstance(derived, property)
 
 
 @torch.no_grad()

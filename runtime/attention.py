@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from tree_compile.runtime.attention_cpu import tree_attention_cpu
-from tree_compile.runtime.attention_cuda import tree_attention_cuda
+from tree_compile.runtime.attention_cpu import attention_op
+from tree_compile.runtime.attention_cuda import flex_tree_attention
+from tree_compile.runtime.attention_score import Score
 
 __all__ = ["tree_attention"]
 
@@ -30,6 +32,7 @@ def tree_attention(
 
     The score of query row q and key row k in head h is
     `softcap(scale * q.k) + key_bias[h, k] + pair_bias[h, q, k]` with `softcap(x) = c * tanh(x / c)`.
+    Under autocast, query, key and value are cast to its dtype, as `scaled_dot_product_attention` does.
 
     Args:
         query: [1, Hq, T, D], floating point.
@@ -51,24 +54,34 @@ def tree_attention(
         [1, Hq, T, Dv] in the dtype of `query`. Rows that no segment covers are 0 and receive gradient 0.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: shapes or dtypes do not fit together.
     """
-    _check_shapes(query, key, value, segments)
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, segments)
     if query.device.type == "cuda":
-        return tree_attention_cuda(
-            query, key, value, segments, position, subtree_end, scale, window, chunk, softcap, sinks, key_bias, pair_bias
-        )
-    return tree_attention_cpu(query, key, value, segments, scale, window, chunk, softcap, sinks, key_bias, pair_bias)
+        score = Score(scale, window, chunk, softcap, key_bias, pair_bias)
+        return flex_tree_attention(query, key, value, segments, position, subtree_end, sinks, score)
+    out, _ = attention_op(query, key, value, segments, sinks, key_bias, pair_bias, scale, window, chunk, softcap)
+    return out
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
     if query.dim() != 4 or query.shape[0] != 1:
         raise ValueError(f"query must be [1, heads, tokens, width], not {tuple(query.shape)}")
-    if query.shape[1] % key.shape[1] != 0 or key.shape[1] != value.shape[1]:
+    if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[1] % key.shape[1] != 0:
         raise ValueError(
-            f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads and {value.shape[1]} value heads"
+            f"query, key, value do not fit: {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
         )
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query is {query.shape[3]} wide and key is {key.shape[3]} wide")
-    if segments.dim() != 2 or segments.shape[1] != 5 or segments.shape[0] < 2:
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
+    if segments.dim() != 2 or segments.shape[0] < 2 or segments.shape[1] != 5:
         raise ValueError(f"segments must be [at least 2, 5], not {tuple(segments.shape)}")

@@ -1,26 +1,75 @@
-"""Tree attention on CUDA: flex_attention with a block mask built from segment intervals."""
+"""Tree attention on CUDA: flex_attention with a block mask that is made from segment intervals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-__all__ = ["tree_attention_cuda"]
+from tree_compile.runtime.attention_score import Score
+from tree_compile.runtime.block_mask import tree_block_mask
+
+__all__ = ["flex_tree_attention"]
+
+# The narrowest head that flex_attention's kernels take.
+_NARROWEST = 16
 
 
-def tree_attention_cuda(
+def flex_tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     segments: Tensor,
     position: Tensor,
     subtree_end: Tensor,
-    scale: float,
-    window: int,
-    chunk: int,
-    softcap: float,
     sinks: Tensor | None,
-    key_bias: Tensor | None,
-    pair_bias: Tensor | None,
+    score: Score,
 ) -> Tensor:
-    """`tree_attention` for CUDA tensors; arguments and result as there."""
-    raise NotImplementedError
+    """`tree_attention` by flex_attention; arguments and result as there.
+
+    Inside a compiled graph it is traced with the rest; elsewhere flex_attention alone is compiled, since without
+    compilation it would make every score.
+    """
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex
+    out, aux = flex(
+        _at_least_narrowest(query),
+        _at_least_narrowest(key),
+        _at_least_narrowest(value),
+        score_mod=_score_mod(score),
+        block_mask=tree_block_mask(segments, position, subtree_end, score.window, score.chunk),
+        scale=score.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True) if sinks is not None else AuxRequest(),
+    )
+    out = out[..., : value.shape[3]]
+    if sinks is None:
+        return out
+    # The sink's share of the softmax has the value 0, so it only scales what the keys give.
+    return (out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1)).to(out.dtype)
+
+
+_compiled_flex = torch.compile(flex_attention, dynamic=True)
+
+
+def _at_least_narrowest(tensor: Tensor) -> Tensor:
+    missing = _NARROWEST - tensor.shape[3]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor
+
+
+def _score_mod(score: Score) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    softcap, key_bias, pair_bias = score.softcap, score.key_bias, score.pair_bias
+    if not softcap and key_bias is None and pair_bias is None:
+        return None
+
+    def modified(product: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        if softcap:
+            product = softcap * torch.tanh(product / softcap)
+        if key_bias is not None:
+            product = product + key_bias[head if key_bias.shape[0] > 1 else 0, key]
+        if pair_bias is not None:
+            product = product + pair_bias[head if pair_bias.shape[0] > 1 else 0, query, key]
+        return product
+
+    return modified

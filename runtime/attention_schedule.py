@@ -1,13 +1,42 @@
-"""Which rows of a row's attention are computed together: integers only, from the table of segments."""
+"""Which kernel calls compute a row's attention on the CPU: integers only, from the table of segments.
+
+Two kinds of call cover the visible (query, key) pairs, each pair once:
+
+- a *segment call*: all queries of a segment's subtree against the segment's own keys. The queries are contiguous and so
+  are the keys; "own tokens causally, descendants fully" is exactly the stock kernel's causal mask.
+- a *block call*: up to `BLOCK` consecutive queries, on whatever branches, against all keys that any of them sees, with
+  a mask. A key above the block's first row that one of the queries sees is an ancestor of that first row
+  (k < first <= q < subtree_end[k]), so one path serves the whole block.
+
+Segment calls are best for long segments, block calls for trees of many short ones. What a block computes in vain is
+bounded: a path that gets shorter inside a block must be grown again token by token, so it is O(tokens * BLOCK) in all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Block", "Segment", "query_blocks", "read_segments", "row_tables"]
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["BLOCK", "Call", "Keys", "Schedule", "schedule"]
+
+BLOCK = 128
+_MANY_RANGES = 32
+
+# Costs in units of one (query, key) pair, fitted to forward and backward of the stock kernel at 8 heads of width 64.
+_CALL_COST = 1200.0  # of a call, whatever its size
+_MERGE_COST = 20.0  # of a query row in a segment call: its log-sum-exp merge and the kernel's work per row
+_CAUSAL_WASTE = 384  # keys beyond the diagonal that a causal call computes for each query, by its tile sizes
+_BLOCK_PAIR_COST = 1.25  # of a pair in a block call, which gathers keys and reads a mask
+_BLOCK_ROW_COST = 1.2 * BLOCK  # of a query row in a block call: the invisible part of its block
 
 Range = tuple[int, int]
+Rows = NDArray[np.int64]
 
 
 class Segment(NamedTuple):
@@ -20,84 +49,141 @@ class Segment(NamedTuple):
     position: int
 
 
-class Block(NamedTuple):
-    """Consecutive query rows and all key rows that any of them sees, as ascending ranges."""
+class Keys(NamedTuple):
+    """Ascending key rows: as ranges, or as an index where the ranges would be many."""
+
+    count: int
+    ranges: tuple[Range, ...]
+    index: Tensor | None
+
+
+class Call(NamedTuple):
+    """Query rows [start, end) against `keys`; causal calls are segment calls and need no mask."""
 
     start: int
     end: int
-    keys: tuple[Range, ...]
+    keys: Keys
+    causal: bool
 
 
-def read_segments(table: list[list[int]]) -> list[Segment]:
-    """The table as named tuples; empty entries stay, since `parent` counts them."""
-    return [Segment(*entry) for entry in table]
+class Schedule(NamedTuple):
+    """The calls of a row, and the int32 tables [tokens] from which block calls make their masks."""
+
+    calls: tuple[Call, ...]
+    position: Tensor
+    subtree_end: Tensor
 
 
-def row_tables(segments: list[Segment], tokens: int) -> tuple[list[int], list[int]]:
-    """Position and subtree_end of each row; 0 for rows that no segment covers."""
-    position, subtree_end = [0] * tokens, [0] * tokens
-    for start, end, last, _, first in segments:
-        position[start:end] = range(first, first + end - start)
-        subtree_end[start:end] = [last] * (end - start)
-    return position, subtree_end
+def schedule(table: Tensor, window: int, chunk: int, by_segment: bool, block: int = BLOCK) -> Schedule:
+    """The calls that cover every visible pair once.
 
-
-def query_blocks(segments: list[Segment], window: int, chunk: int, size: int) -> Iterator[Block]:
-    """Cut the covered rows into blocks of at most `size` query rows, with the keys each block needs.
-
-    The keys above a block's first row are ancestors of that row: a key k < start that is visible to a query q >= start
-    satisfies k < start < subtree_end[k]. So one path serves all queries of the block, whatever branches they are on.
+    Args:
+        table: int64 [S, 5] on the CPU, as `tree_attention` takes it.
+        window: as in `tree_attention`.
+        chunk: as in `tree_attention`.
+        by_segment: allow segment calls; a query may then be in several calls, whose results must be merged.
+        block: the most query rows of a block call.
     """
-    for index, start, end, lowest in _cuts(segments, size):
-        first = segments[index].position + start - segments[index].start
-        oldest = _oldest_visible(min(lowest, first), window, chunk)
-        above = _path_above(segments, index, start, first - oldest)
-        yield Block(start, end, _merge([*reversed(above), (start, end)]))
+    return _cached_schedule(table.numpy().tobytes(), window, chunk, by_segment, block)
 
 
-def _cuts(segments: list[Segment], size: int) -> Iterator[tuple[int, int, int, int]]:
-    """(segment of the first row, first row, end, lowest position in the block) of each block."""
-    index, start, end, lowest = -1, 0, 0, 0
-    for current, segment in enumerate(segments):
+# All layers of a model and both directions ask for the same few schedules.
+@lru_cache(maxsize=16)
+def _cached_schedule(table: bytes, window: int, chunk: int, by_segment: bool, block: int) -> Schedule:
+    segments = [Segment(*entry) for entry in np.frombuffer(table, np.int64).reshape(-1, 5).tolist()]
+    calls = _mixed_calls(segments, block) if by_segment else _block_calls(segments, 0, window, chunk, block)
+    return Schedule(tuple(calls), *_tables(segments))
+
+
+def _tables(segments: list[Segment]) -> tuple[Tensor, Tensor]:
+    tokens = max(segment.end for segment in segments)
+    position, subtree_end = np.zeros((2, tokens), np.int32)
+    for start, end, last, _, first in segments:
+        position[start:end] = np.arange(first, first + end - start)
+        subtree_end[start:end] = last
+    return torch.from_numpy(position), torch.from_numpy(subtree_end)
+
+
+def _mixed_calls(segments: list[Segment], block: int) -> Iterator[Call]:
+    """Segment calls from the roots down; block calls for runs of sibling subtrees where those are cheaper."""
+    in_blocks = _cheaper_in_blocks(segments)
+    index = 0
+    while index < len(segments):
+        segment = segments[index]
+        if not in_blocks[index]:
+            if segment.start < segment.end:
+                yield Call(segment.start, segment.subtree_end, _as_keys(np.arange(segment.start, segment.end)), True)
+            index += 1
+            continue
+        after = _end_of_run(segments, index, in_blocks)
+        yield from _block_calls(segments[index:after], segment.position, 0, 0, block)
+        index = after
+
+
+def _cheaper_in_blocks(segments: list[Segment]) -> list[bool]:
+    """Whether block calls are the cheaper way for each whole subtree, by the cost constants."""
+    in_blocks = [False] * len(segments)
+    below_cost, below_pairs = [0.0] * len(segments), [0] * len(segments)
+    for index in range(len(segments) - 1, -1, -1):
+        start, end, last, parent, _ = segments[index]
+        own, rows = end - start, last - start
+        if own == 0:
+            continue
+        pairs = own * (own + 1) // 2 + own * (rows - own) + below_pairs[index]
+        by_block = _BLOCK_PAIR_COST * pairs + _BLOCK_ROW_COST * rows
+        computed = own * min(own, own // 2 + _CAUSAL_WASTE) + own * (rows - own)
+        by_segment = _CALL_COST + computed + _MERGE_COST * rows + below_cost[index]
+        in_blocks[index] = by_block < by_segment
+        if parent >= 0:
+            below_cost[parent] += min(by_block, by_segment)
+            below_pairs[parent] += pairs
+    return in_blocks
+
+
+def _end_of_run(segments: list[Segment], index: int, in_blocks: list[bool]) -> int:
+    """One past the last segment of the run of sibling subtrees that starts at `index` and goes in blocks."""
+    parent, row = segments[index].parent, segments[index].subtree_end
+    after = index + 1
+    while after < len(segments):
+        segment = segments[after]
+        if segment.start >= row or segment.start == segment.end:
+            if segment.parent != parent or not in_blocks[after] or segment.start != row:
+                break
+            row = segment.subtree_end
+        after += 1
+    return after
+
+
+def _block_calls(segments: list[Segment], base: int, window: int, chunk: int, block: int) -> Iterator[Call]:
+    """Block calls for all rows of consecutive segments; keys at positions below `base` are left out."""
+    path: Rows = np.zeros(max(s.position + s.end - s.start for s in segments) - base, np.int64)
+    pending: tuple[int, int, int, Rows] | None = None  # first row, end, lowest position, the path above the first row
+    for segment in segments:
         row = segment.start
         while row < segment.end:
-            if index < 0 or row != end or row - start == size:
-                if index >= 0:
-                    yield index, start, end, lowest
-                index, start, lowest = current, row, segment.position + row - segment.start
-            end = min(segment.end, start + size)
-            lowest = min(lowest, segment.position + row - segment.start)
+            position = segment.position + row - segment.start
+            if pending is None or row != pending[1] or row - pending[0] == block:
+                if pending is not None:
+                    yield _block_call(*pending, base, window, chunk)
+                pending = (row, row, position, path[: position - base].copy())
+            end = min(segment.end, pending[0] + block)
+            path[position - base : position - base + end - row] = np.arange(row, end)
+            pending = (pending[0], end, min(pending[2], position), pending[3])
             row = end
-    if index >= 0:
-        yield index, start, end, lowest
+    if pending is not None:
+        yield _block_call(*pending, base, window, chunk)
 
 
-def _oldest_visible(position: int, window: int, chunk: int) -> int:
-    """Position of the first token that a query at `position` sees."""
-    oldest = max(0, position - window + 1) if window else 0
-    return max(oldest, position // chunk * chunk) if chunk else oldest
+def _block_call(start: int, end: int, lowest: int, above: Rows, base: int, window: int, chunk: int) -> Call:
+    oldest = max(0, lowest - window + 1) if window else 0
+    if chunk:
+        oldest = max(oldest, lowest // chunk * chunk)
+    return Call(start, end, _as_keys(np.concatenate([above[max(0, oldest - base) :], np.arange(start, end)])), False)
 
 
-def _path_above(segments: list[Segment], index: int, row: int, count: int) -> list[Range]:
-    """The `count` rows above `row` on its path, nearest range first."""
-    ranges = []
-    end = row
-    while count > 0 and index >= 0:
-        start = max(segments[index].start, end - count)
-        if start < end:
-            ranges.append((start, end))
-            count -= end - start
-        index = segments[index].parent
-        end = segments[index].end
-    return ranges
-
-
-def _merge(ranges: list[Range]) -> tuple[Range, ...]:
-    """The same rows with adjacent ranges joined."""
-    merged: list[Range] = []
-    for start, end in ranges:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return tuple(merged)
+def _as_keys(rows: Rows) -> Keys:
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    if len(breaks) >= _MANY_RANGES:
+        return Keys(len(rows), (), torch.from_numpy(rows))
+    firsts, lasts = rows[np.r_[0, breaks]], rows[np.r_[breaks, len(rows)] - 1]
+    return Keys(len(rows), tuple(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True)), None)

@@ -39,12 +39,8 @@ def random_forest(rng: random.Random, tokens: int, longest: int, depth: int = 8,
         nonlocal left
         length = rng.randint(1, longest)
         left -= length
-        children = []
-        if level < depth:
-            for _ in range(rng.choice([0, 2, branch])):
-                if left > 0:
-                    children.append(grow(level + 1))
-        return length, children
+        wanted = rng.choice([0, 2, branch]) if level < depth else 0
+        return length, [grow(level + 1) for _ in range(wanted) if left > 0]
 
     forest = []
     while left > 0:

@@ -14,6 +14,15 @@ from tree_compile.passes.report import PassReport
 from tree_compile.passes.source import source_line
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+_MAYBE_VIEWS = {
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.to.device,
+    torch.ops.aten.type_as.default,
+    torch.ops.aten.reshape.default,
+}
+"""The value may be the first argument itself, or a copy of it."""
 _SCATTERS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
@@ -36,12 +45,12 @@ class Functionalize:
             if node.op == "call_function" and _operator_name(node) in _ASSERTS:
                 graph.erase_node(node)
         for node in list(graph.nodes):
+            if node.op == "call_function" and writes(node):
+                _replace_write(graph, node)
+        for node in list(graph.nodes):
             if node.target is torch.ops.aten.type_as.default:
                 # The other tensor gives its dtype alone; its values are of no use.
                 node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.meta["val"].dtype)
-        for node in list(graph.nodes):
-            if node.op == "call_function" and writes(node):
-                _replace_write(graph, node)
         return PassReport(self.name, ())
 
 
@@ -56,7 +65,9 @@ def writes(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the node's value shares memory with its first argument."""
+    """Whether the node's value always shares memory with its first argument."""
+    if node.target in _MAYBE_VIEWS:
+        return False
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns or not node.args:
         return False
@@ -82,6 +93,7 @@ def _replace_write(graph: fx.Graph, node: fx.Node) -> None:
         whole = value if written is root else _written_back(graph, node, value, written, root)
     later = _later(node)
     _require_no_other_views(node, root, written, later)
+    _require_source_unused(node, root, later)
     for old, new in {root: whole, written: value}.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later and user is not node)
     node.replace_all_uses_with(value)
@@ -144,6 +156,16 @@ def _require_no_other_views(node: fx.Node, root: fx.Node, written: fx.Node, late
         made_before = alias not in later and alias is not written and alias is not node
         if made_before and any(user in later for user in alias.users):
             raise _refusal(node, "another view of the tensor that it changes is used afterwards")
+
+
+def _require_source_unused(node: fx.Node, root: fx.Node, later: set[fx.Node]) -> None:
+    """What `root` may be a copy of must not be read any more, since the write may or may not reach it."""
+    while root.target in _MAYBE_VIEWS:
+        source: Any = root.args[0]
+        root = _root(source)
+        users = {*root.users, *(user for alias in _aliases(root) for user in alias.users)}
+        if root.op != "call_function" or any(user in later for user in users):
+            raise _refusal(node, "it changes a tensor in place that may share memory with another")
 
 
 def _refusal(node: fx.Node, why: str) -> TokenMixingError:

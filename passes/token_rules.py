@@ -369,7 +369,7 @@ def _squeeze(step: Step) -> Value:
     return Value(tuple(known.axes[dim] for dim in kept), known.content)
 
 
-@_rule("view.default reshape.default _unsafe_view.default _reshape_copy.default flatten.using_ints unflatten.int view_copy.default")
+@_rule("view.default reshape.default _unsafe_view.default _reshape_copy.default flatten.using_ints unflatten.int view_copy.default view_as reshape_as")
 def _view(step: Step) -> Value:
     """Sizes are taken apart into factors, in order, and put together again; T must stay whole."""
     known = step.raw(step.node.args[0])
@@ -801,6 +801,8 @@ def _index_select(step: Step) -> Value:
 @_rule("index_put.default")
 def _index_put(step: Step) -> Value:
     whole, indices, values = step.raw(step["self"]), step["indices"], step["values"]
+    if len(indices) == 1 and indices[0].meta["val"].dtype == torch.bool:
+        return _fill_where(step, indices[0], values)
     if len(whole.axes) == 1 and len(indices) == 1 and not step["accumulate"]:
         numbers, put = step.raw(indices[0]), step.raw(values)
         axis = numbers.axes[0] if numbers.axes else None
@@ -810,6 +812,15 @@ def _index_put(step: Step) -> Value:
             if put.axes == (axis,) and put.content is None:
                 return Value((numbers.content.axis,))
     raise Mixes("it writes rows by numbers that may belong to other tokens")
+
+
+def _fill_where(step: Step, mask: Any, values: Any) -> Value:
+    """One value, the same everywhere, at the entries that a mask of the leading dimensions chooses."""
+    whole, chosen, value = step.value("self"), step.plain(mask), step.plain(values)
+    if value.has_tokens or values.meta["val"].numel() != 1:
+        raise Mixes("it writes rows by numbers that may belong to other tokens")
+    rest = (None,) * (len(whole.axes) - len(chosen.axes))
+    return Value(broadcast([whole, Value((*chosen.axes, *rest))]))
 
 
 def _covers(numbers: Axis, axis: Axis) -> bool:

@@ -160,7 +160,10 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 for _operator in _operators(
-    "dropout masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar type_as copy lerp polar rsub"
+    "dropout masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar type_as copy lerp polar rsub "
+    "__and__ __or__ multiply divide.Tensor divide.Scalar subtract true_divide absolute negative greater greater_equal "
+    "less less_equal not_equal isclose isreal hardswish log_sigmoid special_xlogy special_expm1 special_log1p "
+    "special_exp2 arccos arctan arctan2 ldexp fix copysign.Tensor"
 ):
     RULES[_operator] = elementwise
 
@@ -255,7 +258,11 @@ for _operator in _operators(
 ):
     if torch.Tag.pointwise not in _operator.tags:
         RULES[_operator] = _along("reduces")
-for _operator in _operators("softmax _softmax log_softmax _log_softmax"):
+for _operator in _operators("linalg_norm aminmax quantile.scalar"):
+    RULES[_operator] = _along("reduces")
+for _operator in _operators("glu"):
+    RULES[_operator] = _along("halves")
+for _operator in _operators("softmax _softmax log_softmax _log_softmax special_softmax special_log_softmax"):
     RULES[_operator] = _along("takes a softmax")
 for _operator in _operators("cumprod cummax cummin logcumsumexp"):
     RULES[_operator] = _along("accumulates")
@@ -337,7 +344,7 @@ def _permute(step: Step) -> Value:
     return Value(tuple(known.axes[step.dim(dim, len(known.axes))] for dim in step["dims"]), known.content)
 
 
-@_rule("movedim.intlist movedim.int")
+@_rule("movedim.intlist movedim.int moveaxis.intlist moveaxis.int")
 def _movedim(step: Step) -> Value:
     known = step.raw(step["self"])
     rank = len(known.axes)
@@ -645,6 +652,41 @@ def _einsum(step: Step) -> Value:
     if any(axis is not None for letter, axis in axes.items() if letter not in output):
         raise Mixes("it sums over the tokens")
     return Value(tuple(axes[letter] for letter in output))
+
+
+@_rule("outer ger")
+def _outer(step: Step) -> Value:
+    left, right = (step.plain(argument) for argument in step.node.args[:2])
+    return Value((*left.axes, *right.axes))
+
+
+@_rule("mv dot")
+def _times_vector(step: Step) -> Value:
+    left, right = (step.plain(argument) for argument in step.node.args[:2])
+    if left.axes[-1] is not None or right.axes[0] is not None:
+        raise Mixes("it sums over the tokens")
+    return Value(left.axes[:-1])
+
+
+@_rule("prelu")
+def _prelu(step: Step) -> Value:
+    _require_no_tokens(step, "weight")
+    return step.value("self")
+
+
+@_rule("cosine_similarity")
+def _cosine_similarity(step: Step) -> Value:
+    axes = broadcast([step.value("x1"), step.value("x2")])
+    place = step.dim(step["dim"], len(axes))
+    if axes[place] is not None:
+        raise Mixes("it reduces along the tokens")
+    return Value(axes[:place] + axes[place + 1 :])
+
+
+@_rule("bucketize.Tensor")
+def _bucketize(step: Step) -> Value:
+    _require_no_tokens(step, "boundaries")
+    return step.value("self")
 
 
 @_rule("conv1d.default conv2d.default conv3d.default")

@@ -34,7 +34,7 @@ from tree_compile.passes.plan_inputs import RowTables, plan_input
 from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.passes.static_values import Pair, StaticValues
+from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 from tree_compile.runtime.attention import tree_attention
 
 aten = torch.ops.aten
@@ -103,6 +103,10 @@ class RewriteAttention:
             ) from None
         if not self._factors_are_one(match.scores):
             raise _unknown_form(match.output, "its scores are multiplied by a table that changes what is visible")
+        if not _biases_fit(match):
+            raise _unknown_form(match.output, "a bias has some of the leading dimensions of its scores only")
+        if not self._hides_enough(match.scores):
+            raise _unknown_form(match.output, "its biases are so great that hidden tokens get weight")
         if form.slopes is not None and match.scores.sinks is not None:
             return PairForm(form.visibility, dense=True)
         return form
@@ -115,6 +119,22 @@ class RewriteAttention:
                 tokens = samples[0].shape[-1]
                 tables.append(_as_bias(Visibility().table(tokens, samples[0].device), hides=False))
             yield tables[0] if len(tables) == 1 else _sum(tables)
+
+    def _hides_enough(self, scores: Scores) -> bool:
+        """Whether the hidden scores stay far below all others, whatever biases are added to both."""
+        *_, table = self._combined(scores)
+        visible, bias = split_mask(table)
+        fill = max(mask.fill for mask in scores.masks)
+        biases = [self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases]
+        if bias is not None:
+            fill = max(fill, float(torch.where(visible, -math.inf, table).max()))
+            biases.append(float(bias.abs().max()))
+        return sum(biases) <= -fill / 4
+
+    def _greatest(self, node: fx.Node) -> float:
+        kind = self.statics.kinds[node]
+        assert isinstance(kind, (Table, Drifting))
+        return kind.greatest
 
     def _factors_are_one(self, scores: Scores) -> bool:
         """Whether every factor is 1 wherever something is visible, at each probed number of tokens."""
@@ -157,7 +177,7 @@ class RewriteAttention:
             biases.append(self.tables.slopes(form.slopes, match.query.node.meta["val"].dtype))
         keywords["key_bias"] = _total(graph, biases)
         if form.dense:
-            keywords["pair_bias"] = _total(graph, [self.tables.pair(mask.node, mask.hides) for mask in scores.masks])
+            keywords["pair_bias"] = self.tables.pairs([(mask.node, mask.hides) for mask in scores.masks])
         return {name: value for name, value in keywords.items() if value is not None and value != 0}
 
     def _key_bias(self, graph: fx.Graph, bias: KeyBias) -> fx.Node:
@@ -165,6 +185,13 @@ class RewriteAttention:
         heads = math.prod(int(size) for size in shape_of(bias.node)[:-1])
         flat = call(graph, aten.reshape.default, (gathered, [heads, -1]), {})
         return flat if bias.factor == 1.0 else call(graph, aten.mul.Tensor, (flat, bias.factor), {})
+
+
+def _biases_fit(match: AttentionMatch) -> bool:
+    """Whether every mask and bias is the same for all heads, or has one table for each."""
+    heads = math.prod(_lead_of_output(match))
+    nodes = [mask.node for mask in match.scores.masks] + [bias.node for bias in match.scores.key_biases]
+    return all(math.prod(shape_of(node)[:-2]) in (1, heads) for node in nodes)
 
 
 def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
@@ -176,11 +203,12 @@ def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
 def _operands(graph: fx.Graph, match: AttentionMatch, lead: tuple[Any, ...]) -> list[fx.Node]:
     """Query, key and value as `[1, heads, tokens, width]`; keys and values may have fewer heads, each for a group."""
     query, key = match.query.shape[:-2], match.key.shape[:-2]
-    of_scores = query if match.output.target is _SDPA else torch.broadcast_shapes(query, key)
+    of_scores = lead if match.output.target is _SDPA else torch.broadcast_shapes(query, key)
+    grouped = key[-1:] == match.value.shape[-3:-2]
     return [
         _in_heads(graph, match.query, of_scores, match.output.meta, grouped=False),
-        _in_heads(graph, match.key, of_scores, match.output.meta, grouped=True),
-        _in_heads(graph, match.value, lead, match.output.meta, grouped=True),
+        _in_heads(graph, match.key, of_scores, match.output.meta, grouped=grouped),
+        _in_heads(graph, match.value, lead, match.output.meta, grouped=grouped),
     ]
 
 

@@ -41,10 +41,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Mask:
-    """A static pair table that hides or biases scores. `hides` is True for a boolean table that is True where hidden."""
+    """A static pair table that hides or biases scores.
+
+    Attributes:
+        node: the table.
+        hides: True for a boolean table that is True where hidden.
+        fill: the score that a boolean table gives to what it hides.
+    """
 
     node: fx.Node
     hides: bool = False
+    fill: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -121,14 +128,16 @@ def _identity(node: fx.Node) -> tuple[int, ...]:
     return tuple(range(len(shape_of(node))))
 
 
-def _static_masks(node: fx.Node, statics: StaticValues, hides: bool = False) -> tuple[Mask, ...]:
+def _static_masks(
+    node: fx.Node, statics: StaticValues, hides: bool = False, fill: float = -math.inf
+) -> tuple[Mask, ...]:
     """`node` as a mask; none where it hides nothing."""
     kind = statics.kinds.get(node)
     if isinstance(kind, Fill) and _hides_nothing(kind.value, hides):
         return ()
     if not isinstance(kind, Pair):
         raise NoMatch(_why_not_static(kind))
-    return (Mask(node, hides),)
+    return (Mask(node, hides, fill),)
 
 
 def _hides_nothing(value: torch.Tensor, hides: bool) -> bool:
@@ -256,17 +265,13 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
     args: Any = node.args
     is_where = "where" in str(node.target)
     mask, scores, fill = (args[0], args[1], args[2]) if is_where else (args[1], args[0], args[2])
-    if not _fills_with_nothing(fill, statics):
+    number = _number(fill, statics)
+    if number is None or number > HIDDEN_BELOW:
         raise NoMatch("hidden scores are filled with a value that still gets weight")
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are changed after some were hidden")
-    found = _static_masks(mask, statics, hides=not is_where)
+    found = _static_masks(mask, statics, not is_where, number)
     return scores, replace(reading, scores=replace(reading.scores, masks=(*reading.scores.masks, *found)))
-
-
-def _fills_with_nothing(fill: Any, statics: StaticValues) -> bool:
-    number = _number(fill, statics)
-    return number is not None and number <= HIDDEN_BELOW
 
 
 def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,6 +91,13 @@ class RowTables:
         if (node, -1) not in self._gathered:
             self._gathered[node, -1] = self._insert(pair_at_positions, self._copy(node), self._position(), hides)
         return self._gathered[node, -1]
+
+    def pairs(self, tables: Sequence[tuple[fx.Node, bool]]) -> fx.Node:
+        """The sum of several pair tables, each with whether it hides, as `pair`."""
+        total, *others = (self.pair(node, hides) for node, hides in tables)
+        for other in others:
+            total = self._insert(torch.ops.aten.add.Tensor, total, other)
+        return total
 
     def slopes(self, slopes: torch.Tensor, dtype: torch.dtype) -> fx.Node:
         """The bias `slope * position` of every head: `[heads, T]`."""

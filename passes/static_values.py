@@ -42,21 +42,24 @@ class Fill:
 class Table:
     """f(t) along `dim`: the value at a token depends on its position alone.
 
-    `first` is set where the value is the integer `first + t`.
+    `first` is set where the value is the integer `first + t`; `greatest` is the greatest absolute value that was seen.
     """
 
     dim: int
     first: int | None = None
+    greatest: float = 0.0
 
 
 @dataclass(frozen=True)
 class Drifting:
     """f(t) + c(T) along `dim`: a table, up to a number for all tokens that changes with T.
 
-    A bias per key may be one, counted from the end of the sequence: softmax does not see c.
+    A bias per key may be one, counted from the end of the sequence: softmax does not see c. `greatest` is the greatest
+    absolute value that was seen.
     """
 
     dim: int
+    greatest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ def _constants(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> list[int]:
         found |= {abs(int(number)) for number in _numbers(node.args) if abs(number) < _SENTINEL}
         if node.op == "get_attr":
             value = _attribute(graph_module, str(node.target))
-            if isinstance(value, Tensor) and value.numel() == 1:
+            if isinstance(value, Tensor) and value.numel() == 1 and bool(value.isfinite()):
                 found.add(abs(int(value)))
     return sorted(number for number in found if number > 2)
 
@@ -313,7 +316,7 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     dims = [dim for dim, factor in enumerate(factors) if factor == 1]
     if not samples or not all(_is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
         if len(dims) == 1 and len(samples) > 2 and _drifts(samples, dims[0]):
-            return Drifting(dims[0])
+            return Drifting(dims[0], _greatest(samples))
         return LengthDependent("its value at a token changes with the number of tokens that follow")
     last = samples[-1]
     if not dims:
@@ -321,7 +324,7 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     if all(bool((last == last.narrow(dim, 0, 1)).all()) for dim in dims):
         return Fill(functools.reduce(lambda value, dim: value.narrow(dim, 0, 1), dims, last))
     if len(dims) == 1:
-        return Table(dims[0], _first_of_range(last, dims[0]))
+        return Table(dims[0], _first_of_range(last, dims[0]), _greatest(samples))
     if dims == [len(factors) - 2, len(factors) - 1]:
         return Pair(tuple(samples))
     return LengthDependent("it has token dimensions that are not those of a mask")
@@ -342,9 +345,15 @@ def _drifts(samples: Sequence[Tensor], dim: int) -> bool:
 
 def _same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
     larger_start = larger.narrow(dim, 0, smaller.shape[dim])
-    greatest = max(float(smaller.abs().max()), float(larger_start.abs().max()))
-    steps = [sample.double() - sample.double().narrow(dim, 0, 1) for sample in (smaller, larger_start)]
-    return float((steps[0] - steps[1]).abs().max()) <= 2 * torch.finfo(smaller.dtype).eps * greatest
+    both = torch.stack([smaller, larger_start]).double()
+    firsts = both.narrow(dim + 1, 0, 1)
+    rounding = 2 * torch.finfo(smaller.dtype).eps * torch.maximum(both.abs(), firsts.abs()).amax(0)
+    steps = both - firsts
+    return bool(((steps[0] - steps[1]).abs() <= rounding).all())
+
+
+def _greatest(samples: Sequence[Tensor]) -> float:
+    return max(float(sample.double().abs().max()) for sample in samples)
 
 
 def _first_of_range(value: Tensor, dim: int) -> int | None:

@@ -20,7 +20,7 @@ def pair_at_positions(table: Tensor, position: Tensor, hides: bool) -> Tensor:
     Returns:
         `[heads, T, T]`, floating, where `heads` is the product of the leading sizes; -inf where a key is hidden.
     """
-    rows = table.index_select(-2, position).index_select(-1, position).flatten(0, -3)
+    rows = table.index_select(-2, position).index_select(-1, position).reshape(-1, len(position), len(position))
     if rows.dtype != torch.bool:
         return rows
     visible = ~rows if hides else rows

@@ -13,7 +13,7 @@ from tree_compile.passes.plan_inputs import RowTables
 from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.passes.static_values import Drifting, LengthDependent, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Fill, LengthDependent, StaticValues, Table
 
 aten = torch.ops.aten
 _USES_AS_ROW_NUMBER = {
@@ -53,6 +53,8 @@ class RewritePositions:
                 raise _length_dependent(node, kind)
             if isinstance(kind, Table):
                 findings.append(self._gather(node, kind, users))
+            elif isinstance(kind, Fill) and _comes_from_a_buffer(node):
+                self._gather_fill(node, users)
         return PassReport(self.name, tuple(findings))
 
     def _gather(self, node: fx.Node, kind: Table, users: list[fx.Node]) -> Finding:
@@ -63,6 +65,19 @@ class RewritePositions:
         for user in users:
             user.replace_input_with(node, gathered)
         return Finding(node.name, "position table", became, source_line(node), module_path(node))
+
+
+    def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
+        """A buffer that says the same for all tokens may be shorter than a row; it is long enough for a sequence."""
+        dims = [dim for dim, size in enumerate(shape_of(node)) if not isinstance(size, int)]
+        if len(dims) == 1:
+            gathered = self.tables.at_positions(node, dims[0])
+            for user in users:
+                user.replace_input_with(node, gathered)
+
+
+def _comes_from_a_buffer(node: fx.Node) -> bool:
+    return any(source.op == "get_attr" or _comes_from_a_buffer(source) for source in node.all_input_nodes)
 
 
 def _is_row_number(node: fx.Node, user: fx.Node) -> bool:

@@ -38,6 +38,7 @@ _WHERE_ON: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "index_topk": 8,
     "rotary_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -150,6 +151,8 @@ def tiny_model(model_type: str, **overrides: Any) -> nn.Module:
 def _settings(model_type: str, known: Any) -> dict[str, Any]:
     settings = {name: value for name, value in _SIZES.items() if _has_setting(known, name)}
     settings |= {name: value for name, value in _WHERE_ON.items() if _setting(known, name)}
+    if getattr(known, "is_decoder", None) is False and not getattr(known, "is_encoder_decoder", False):
+        settings["is_decoder"] = True  # an encoder's causal language model is causal only then
     settings |= {name: 0.0 for name in _DROPOUT if hasattr(known, name)}
     if hasattr(known, "kv_lora_rank"):
         settings.pop("head_dim", None)

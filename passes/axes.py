@@ -9,17 +9,30 @@ from torch import fx
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """In place of an order: the entries are those that a mask chose, as many as it happens to choose."""
+
+    mask: fx.Node
+
+    @property
+    def name(self) -> str:
+        """Name of the mask."""
+        return self.mask.name
+
+
+@dataclass(frozen=True)
 class Axis:
     """A dimension of size `left * T * right`: entry `(l * T + t) * right + r` belongs to token t.
 
     Attributes:
         left, right: number of entries around each token; both 0 for a blank axis, whose entries are all the same.
-        order: the sort that took the entries out of their order; None while they are in order.
+        order: the sort that took the entries out of their order, or the mask that chose some of them; None while all
+            are there in order.
     """
 
     left: int = 1
     right: int = 1
-    order: fx.Node | None = None
+    order: fx.Node | Chosen | None = None
 
     def __str__(self) -> str:
         names = [str(self.left)] * (self.left > 1) + ["tokens"] + [str(self.right)] * (self.right > 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
-from tree_compile.passes.axes import BLANK, TOKENS, Axis, Mixes, Value
+from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
@@ -123,7 +123,7 @@ def _fits(factor: int, axis: Axis | None) -> bool:
     """Whether a dimension of size `factor` * T can be `axis`; -1 stands for any other size that mentions T."""
     if axis is None or axis == BLANK:
         return factor == 0 if axis is None else factor > 0
-    return factor == axis.left * axis.right
+    return factor == (-1 if isinstance(axis.order, Chosen) else axis.left * axis.right)
 
 
 def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:

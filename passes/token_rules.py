@@ -19,6 +19,7 @@ from tree_compile.passes.axes import (
     BLANK,
     TOKENS,
     Axis,
+    Chosen,
     Counts,
     Keys,
     Mixes,
@@ -380,6 +381,8 @@ def _squeeze(step: Step) -> Value:
 def _view(step: Step) -> Value:
     """Sizes are taken apart into factors, in order, and put together again; T must stay whole."""
     known = step.raw(step.node.args[0])
+    if any(axis is not None and isinstance(axis.order, Chosen) for axis in known.axes):
+        return _view_of_chosen(step, known)
     factors = step.out_factors()
     source = shape_of(step.node.args[0])  # type: ignore[arg-type]
     sizes = [int(size) for size, axis in zip(source, known.axes, strict=True) if axis is None]
@@ -391,6 +394,14 @@ def _view(step: Step) -> Value:
     if isinstance(content, RowNumber) and axes != known.axes and len([axis for axis in axes if axis]) != 1:
         raise Mixes("it reshapes row numbers")
     return Value(axes, content)
+
+
+def _view_of_chosen(step: Step, known: Value) -> Value:
+    """What a mask chose keeps its entries as the first dimension."""
+    before, after = shape_of(step.node.args[0])[0], shape_of(step.node)[0]  # type: ignore[arg-type]
+    if size_expression(before) != size_expression(after) or any(axis is not None for axis in known.axes[1:]):
+        raise Mixes(_SPLIT)
+    return Value((known.axes[0], *(None for _ in shape_of(step.node)[1:])), known.content)
 
 
 @dataclass
@@ -724,7 +735,7 @@ def _sort(step: Step) -> Result:
     axis = raw.axes[step.dim(step["dim"], len(raw.axes))] if raw.axes else None
     if axis is None:
         return (step.value("self"),) * 2 if _is_pair(step) else step.value("self")
-    if isinstance(raw.content, RowNumber) and axis.order is not None and not step["descending"]:
+    if isinstance(raw.content, RowNumber) and isinstance(axis.order, fx.Node) and not step["descending"]:
         return _inverse_of(step, axis)
     known = step.value("self")
     if len(known.axes) != 1 or axis.order is not None:
@@ -737,7 +748,7 @@ def _sort(step: Step) -> Result:
 def _inverse_of(step: Step, axis: Axis) -> Result:
     """Sorting the row numbers of sorted entries puts them back: where each is found is its slot."""
     natural = Axis(axis.left, axis.right)
-    assert axis.order is not None
+    assert isinstance(axis.order, fx.Node)
     slots = Value((natural,), Slot(axis.order))
     return (Value((natural,), RowNumber(natural)), slots) if _is_pair(step) else slots
 
@@ -802,6 +813,8 @@ def _require_plain_node(step: Step, node: Any) -> None:
 @_rule("index.Tensor")
 def _index(step: Step) -> Value:
     known = step.raw(step["self"])
+    if len(step["indices"]) == 1 and step["indices"][0].meta["val"].dtype == torch.bool:
+        return _chosen_entries(known, step["indices"][0], step.plain(step["indices"][0]))
     indices = list(step["indices"]) + [None] * (len(known.axes) - len(step["indices"]))
     used = [place for place, index in enumerate(indices) if index is not None]
     picked = broadcast(_taken(step, known, place, indices[place]) for place in used)
@@ -812,6 +825,44 @@ def _index(step: Step) -> Value:
     if known.content is not None and content is None:
         raise Mixes("it takes parts of row numbers")
     return Value((*rest[:front], *picked, *rest[front:]), content)
+
+
+def _chosen_entries(known: Value, mask: Any, chosen: Value) -> Value:
+    """The entries that a mask of the leading dimensions chooses."""
+    count = len(chosen.axes)
+    _chosen_place([unify(pair) for pair in zip(known.axes[:count], chosen.axes, strict=True)], chosen)
+    if known.content is not None and len(known.axes) > 1:
+        raise Mixes("it takes parts of row numbers")
+    return Value((Axis(1, 1, Chosen(mask)), *known.axes[count:]), known.content)
+
+
+def _chosen_place(axes: Sequence[Axis | None], chosen: Value) -> int:
+    """The one dimension of a mask that goes along the tokens, all of them in order."""
+    places = [place for place, axis in enumerate(axes) if axis is not None]
+    if len(places) != 1 or axes[places[0]] == BLANK or axes[places[0]].order or chosen.axes[places[0]] is None:  # type: ignore[union-attr]
+        raise Mixes("it selects rows by a mask that is not one of all tokens")
+    return places[0]
+
+
+@_rule("where.default nonzero_numpy")
+def _where_is(step: Step) -> Result:
+    """Where a mask is true: at every chosen entry, the number of its row, and its place within the row."""
+    mask = step.node.args[0]
+    chosen = step.plain(mask)
+    place = _chosen_place(chosen.axes, chosen)
+    entries = Value((Axis(1, 1, Chosen(mask)),))  # type: ignore[arg-type]
+    numbers = Value(entries.axes, RowNumber(chosen.axes[place]))  # type: ignore[arg-type]
+    return tuple(numbers if dim == place else entries for dim in range(len(chosen.axes)))
+
+
+@_rule("nonzero.default")
+def _nonzero(step: Step) -> Value:
+    mask = step["self"]
+    chosen = step.plain(mask)
+    _chosen_place(chosen.axes, chosen)
+    if len(chosen.axes) != 1:
+        raise Mixes("it puts numbers of rows and places within a row into one tensor")
+    return Value((Axis(1, 1, Chosen(mask)), None), RowNumber(chosen.axes[0]))  # type: ignore[arg-type]
 
 
 def _taken(step: Step, known: Value, place: int, index: Any) -> Value:
@@ -844,11 +895,14 @@ def _index_select(step: Step) -> Value:
 def _index_put(step: Step) -> Value:
     whole, indices, values = step.raw(step["self"]), step["indices"], step["values"]
     if len(indices) == 1 and indices[0].meta["val"].dtype == torch.bool:
-        return _fill_where(step, indices[0], values)
+        return _put_where(step, indices[0], values)
+    if len(indices) == 1 and _is_choice_of_tokens(step.raw(indices[0])):
+        return _put_rows(step, indices[0], values)
     if len(whole.axes) == 1 and len(indices) == 1 and not step["accumulate"]:
         numbers, put = step.raw(indices[0]), step.raw(values)
         axis = numbers.axes[0] if numbers.axes else None
-        if isinstance(numbers.content, RowNumber) and axis is not None and axis.order is not None and _covers(numbers.content.axis, axis):
+        is_sorted = axis is not None and isinstance(axis.order, fx.Node)
+        if isinstance(numbers.content, RowNumber) and is_sorted and _covers(numbers.content.axis, axis):
             if put in (Value((BLANK,), RowNumber(BLANK)), Value((TOKENS,), RowNumber(TOKENS))):
                 return Value((numbers.content.axis,), Slot(axis.order))
             if put.axes == (axis,) and put.content is None:
@@ -856,13 +910,34 @@ def _index_put(step: Step) -> Value:
     raise Mixes("it writes rows by numbers that may belong to other tokens")
 
 
-def _fill_where(step: Step, mask: Any, values: Any) -> Value:
-    """One value, the same everywhere, at the entries that a mask of the leading dimensions chooses."""
+def _put_where(step: Step, mask: Any, values: Any) -> Value:
+    """Writes at the entries that a mask of the leading dimensions chooses: one value, or what was chosen by it."""
     whole, chosen, value = step.value("self"), step.plain(mask), step.plain(values)
-    if value.has_tokens or values.meta["val"].numel() != 1:
+    rest: tuple[Axis | None, ...] = (None,) * (len(whole.axes) - len(chosen.axes))
+    if value.axes[:1] == (Axis(1, 1, Chosen(mask)),) and len(value.axes) == 1 + len(rest):
+        rest = value.axes[1:]
+    elif value.has_tokens or values.meta["val"].numel() != 1:
         raise Mixes("it writes rows by numbers that may belong to other tokens")
-    rest = (None,) * (len(whole.axes) - len(chosen.axes))
     return Value(broadcast([whole, Value((*chosen.axes, *rest))]))
+
+
+def _is_choice_of_tokens(numbers: Value) -> bool:
+    """Whether they are numbers of tokens that a mask chose, each once."""
+    order = numbers.axes[0].order if len(numbers.axes) == 1 and numbers.axes[0] else None
+    return (
+        isinstance(order, Chosen)
+        and len(shape_of(order.mask)) == 1
+        and isinstance(numbers.content, RowNumber)
+        and numbers.content.axis == TOKENS
+    )
+
+
+def _put_rows(step: Step, numbers: Any, values: Any) -> Value:
+    whole, value = step.value("self"), step.plain(values)
+    of_numbers = step.raw(numbers).axes[0]
+    if whole.axes[0] not in (BLANK, TOKENS) or value.axes[:1] != (of_numbers,) or len(value.axes) != len(whole.axes):
+        raise Mixes("it writes rows by numbers that may belong to other tokens")
+    return Value((TOKENS, *broadcast([Value(whole.axes[1:]), Value(value.axes[1:])])))
 
 
 def _covers(numbers: Axis, axis: Axis) -> bool:

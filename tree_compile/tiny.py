@@ -68,9 +68,10 @@ _LATENT_ATTENTION = {
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 16}
 
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
-        "hidden_size": 64,
+        "d_model": 64,
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -94,6 +95,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gpt_oss": {"rope_parameters": {**_YARN, "rope_theta": 150_000.0}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0]},
     "longcat_flash": {
         **_LATENT_ATTENTION,
@@ -106,7 +109,9 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "zero_expert_num": 4,
     },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "xlnet": {"d_head": 16},
 }
 
 

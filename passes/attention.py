@@ -21,7 +21,6 @@ from tree_compile.errors import (
 from tree_compile.passes.attention_patterns import (
     AttentionMatch,
     KeyBias,
-    Mask,
     NoMatch,
     Operand,
     Scores,
@@ -80,8 +79,8 @@ class RewriteAttention:
             replacement = self._emit(graph, match, form)
         match.output.replace_all_uses_with(replacement)
         graph.erase_node(match.output)
-        where = source_line(match.output)
-        return Finding(match.output.name, "attention", _description(match.scores, form), where, module_path(match.output))
+        became = _description(match.scores, form)
+        return Finding(match.output.name, "attention", became, source_line(match.output), module_path(match.output))
 
     # What is visible
 
@@ -303,5 +302,6 @@ def _dropout(probability: float, where: SourceLine | None) -> DropoutError:
         f"Attention weights are dropped out with probability {probability:g}.",
         where=where,
         why="tree attention has no dropout, and without it the result would differ.",
-        hint="set the model's attention dropout to 0 (in transformers: config.attention_dropout or attn_pdrop), or call model.eval().",
+        hint="set the model's attention dropout to 0 (in transformers: config.attention_dropout or attn_pdrop), "
+        "or call model.eval().",
     )

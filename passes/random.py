@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -15,5 +13,4 @@ def draws(node: fx.Node) -> bool:
     if node.target in _DROPOUTS:
         _, probability, active, *_ = (*node.args, None)
         return bool(active) and probability != 0
-    tags: Any = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return any(tag is torch.Tag.nondeterministic_seeded for tag in getattr(node.target, "tags", ()))

@@ -55,7 +55,7 @@ def _result(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol
         return Value((None,) * node.meta["val"].dim())
     if node.target is operator.getitem:
         parts: Any = known[node.args[0]]  # type: ignore[index]
-        return parts[node.args[1]]  # type: ignore[no-any-return]
+        return parts[node.args[1]]
     return _checked(node, _apply(node, known, symbol), symbol)
 
 
@@ -157,7 +157,7 @@ def _unknown(node: fx.Node) -> UnknownOpError:
 
 def _name(node: fx.Node) -> str:
     target: Any = node.target
-    return str(getattr(target, "_schema", None) and target._schema.name or getattr(target, "__name__", target))
+    return str(target._schema.name if hasattr(target, "_schema") else getattr(target, "__name__", target))
 
 
 def _innermost_module(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ def vocabulary_size(graph: fx.Graph) -> int | None:
     while stack:
         for user in stack.pop().users:
             if user.target is torch.ops.aten.embedding.default:
-                return int(shape_of(user.args[0])[0])  # type: ignore[arg-type]
+                return int(shape_of(user.args[0])[0])
             if user.target in _SAME_IDS:
                 stack.append(user)
     return None

@@ -90,7 +90,13 @@ def test_transformers_outputs_keep_their_class() -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [torch.tensor, np.array, tuple, lambda tokens: np.array(tokens, np.uint16), lambda tokens: torch.tensor(tokens).int()],
+    [
+        torch.tensor,
+        np.array,
+        tuple,
+        lambda tokens: np.array(tokens, np.uint16),
+        lambda tokens: torch.tensor(tokens).int(),
+    ],
 )
 def test_sequences_may_be_lists_arrays_or_tensors(tree_model: TreeModel, model: nn.Module, form: Any) -> None:
     assert_exact(tree_model([form(tokens) for tokens in SEQUENCES]), model)

@@ -24,7 +24,9 @@ class OneHead(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(torch.arange(input_ids.shape[1], device=input_ids.device))
-        return self.head(nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0])
+        return self.head(
+            nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+        )
 
 
 def statements(model: nn.Module, stage: str = "rewritten") -> str:
@@ -46,7 +48,9 @@ def attention_calls(model: nn.Module) -> str:
 
 
 def test_rewritten_graph_of_a_least_model() -> None:
-    assert_expected_inline(statements(OneHead()), """\
+    assert_expected_inline(
+        statements(OneHead()),
+        """\
 embedding = torch.ops.aten.embedding.default(model_embed_weight, input_ids)
 embedding_1 = torch.ops.aten.embedding.default(model_place_weight, plan_position)
 add = torch.ops.aten.add.Tensor(embedding, embedding_1)
@@ -56,7 +60,8 @@ unsqueeze_2 = torch.ops.aten.unsqueeze.default(add, 1)
 tree_attention = tree_compile_runtime_attention_tree_attention(unsqueeze, unsqueeze_1, unsqueeze_2, plan_segments, plan_position, plan_subtree_end, scale = 0.3535533905932738)
 select = torch.ops.aten.select.int(tree_attention, 1, 0)
 linear = torch.ops.aten.linear.default(select, model_head_weight, model_head_bias)
-return (linear,)""")
+return (linear,)""",
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "dense"])
@@ -66,7 +71,7 @@ def test_graph_text_runs_with_the_model_as_self(name: str) -> None:
     tree_model = treecompile(model, backend="eager")
     row = plan_rows([[3, 1, 4, 1, 5], [3, 1, 4, 2, 6, 6]], min_shared_tokens=1).rows[0]
     names: dict[str, Any] = {}
-    exec(tree_model.graph("rewritten"), names)  # noqa: S102 - the text is what is tested
+    exec(tree_model.graph("rewritten"), names)
     forward = names["Captured"].forward
     (logits,) = forward(model, *row_inputs(row, torch.device("cpu")))
     assert torch.allclose(logits[0][row.path(1)], tree_model(row).logits[1], atol=1e-6)
@@ -82,24 +87,36 @@ def test_every_stage_has_a_text_and_others_are_named() -> None:
 
 
 def test_attention_of_a_window_and_a_softcap() -> None:
-    assert_expected_inline(attention_calls(tiny_model("gemma2")), """\
+    assert_expected_inline(
+        attention_calls(tiny_model("gemma2")),
+        """\
 scale = 0.25, window = 8, softcap = 50.0)
-scale = 0.25, softcap = 50.0)""")
+scale = 0.25, softcap = 50.0)""",
+    )
 
 
 def test_attention_with_sinks() -> None:
-    assert_expected_inline(attention_calls(tiny_model("gpt_oss")), """\
+    assert_expected_inline(
+        attention_calls(tiny_model("gpt_oss")),
+        """\
 scale = 0.25, window = 8, sinks = model_model_layers_0_self_attn_sinks)
-scale = 0.25, sinks = model_model_layers_1_self_attn_sinks)""")
+scale = 0.25, sinks = model_model_layers_1_self_attn_sinks)""",
+    )
 
 
 def test_attention_of_a_chunk() -> None:
-    assert_expected_inline(attention_calls(tiny_model("llama4_text")), """\
+    assert_expected_inline(
+        attention_calls(tiny_model("llama4_text")),
+        """\
 scale = 0.25, chunk = 8)
-scale = 0.25)""")
+scale = 0.25)""",
+    )
 
 
 def test_attention_with_a_bias_per_key() -> None:
-    assert_expected_inline(attention_calls(tiny_model("bloom")), """\
+    assert_expected_inline(
+        attention_calls(tiny_model("bloom")),
+        """\
 scale = 0.25, key_bias = reshape_default_3)
-scale = 0.25, key_bias = reshape_default_8)""")
+scale = 0.25, key_bias = reshape_default_8)""",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
-from tree_compile.programs import BACKENDS, Program, make_program, state_of
+from tree_compile.programs import BACKENDS, Program, State, make_program, state_of
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check
@@ -51,7 +51,7 @@ class TreeModel(nn.Module):
         self._backend = backend
         self._keywords = {**default_keywords(model), **forward_kwargs}
         self._self_check = self_check
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[tuple[tuple[str, ...], State], Program] = {}
 
     unpacked: nn.Module
     """The model itself, unchanged."""
@@ -62,6 +62,8 @@ class TreeModel(nn.Module):
         Args:
             sequences: a list of sequences (tensors, arrays or lists of ints), or a dict of such lists for tokens with
                 payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds.
+
+            **others: none is taken; the error says what to do instead.
 
         Returns:
             `out[i]`: what the model returns for sequence i, without the batch dimension.
@@ -165,8 +167,8 @@ class TreeModel(nn.Module):
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
         """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""
-        modes, *_ = state_of(self.unpacked)  # type: ignore[misc]
-        for key in [key for key in self._programs if key[0] == input_names and key[1][0] == modes]:  # type: ignore[index]
+        modes = state_of(self.unpacked).modes
+        for key in [key for key in self._programs if key[0] == input_names and key[1].modes == modes]:
             del self._programs[key]
 
 

@@ -126,7 +126,9 @@ def _output_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def _section(graph: fx.Graph, label: str, nodes: list[fx.Node], results: set[fx.Node]) -> Section:
     inside = set(nodes)
-    taken = [source for source in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if source not in inside]
+    taken = [
+        source for source in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if source not in inside
+    ]
     attributes = [source for source in taken if source.op == "get_attr"]
     inputs = [source for source in taken if source.op != "get_attr"]
     outputs = [node for node in nodes if node in results or any(user not in inside for user in node.users)]
@@ -194,10 +196,9 @@ def _register(module: nn.Module, name: str, tensor: Any) -> None:
 
 def compiled(section: fx.GraphModule) -> Function:
     """Compiles a section for any number of tokens."""
-    return torch.compile(section, dynamic=True, fullgraph=True)  # type: ignore[return-value]
+    return torch.compile(section, dynamic=True, fullgraph=True)
 
 
 def as_it_is(section: fx.GraphModule) -> Function:
     """Runs a section uncompiled."""
     return section
-

@@ -10,7 +10,7 @@ from torch import nn
 
 from tree_compile.errors import SequenceTooLongError, TokenRangeError, UnsupportedArgumentError, WrappedModelError
 from tree_compile.pipeline import Rewritten
-from tree_compile.runtime.plan import Plan, Row
+from tree_compile.runtime.plan import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
 
 _LOSS_HINT = (
@@ -132,5 +132,3 @@ def _check_tokens(row: Row, vocabulary: int) -> None:
             why="the model has no embedding for it.",
             hint="check that the tokenizer is the model's.",
         )
-
-

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +48,7 @@ class Program:
         return RowResult(row, tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True)))
 
 
-def make_program(
-    model: nn.Module, input_names: tuple[str, ...], keywords: Mapping[str, Any], backend: str
-) -> Program:
+def make_program(model: nn.Module, input_names: tuple[str, ...], keywords: Mapping[str, Any], backend: str) -> Program:
     """Captures, rewrites, splits and compiles `model` in the mode that it is in."""
     rewritten = rewrite_model(model, input_names, keywords)
     return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
@@ -77,11 +75,26 @@ def _on_device(values: np.ndarray[Any, Any], padding: int, device: torch.device)
     return torch.from_numpy(padded).to(device, non_blocking=True)
 
 
-def state_of(model: nn.Module) -> Hashable:
-    """Changes whenever a captured graph of `model` may no longer be the model: modes, tensors, buffers, hooks."""
-    modes = tuple(
-        (module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
+class State(NamedTuple):
+    """What a captured graph depends on.
+
+    Attributes:
+        modes: for every module, whether it trains, and how many hooks it has.
+        parameters: identity, dtype and device of each.
+        buffers: the same, and how often each was changed in place.
+    """
+
+    modes: tuple[tuple[bool, int, int], ...]
+    parameters: tuple[tuple[int, torch.dtype, torch.device], ...]
+    buffers: tuple[tuple[int, torch.dtype, torch.device, int], ...]
+
+
+def state_of(model: nn.Module) -> State:
+    """Changes whenever a captured graph of `model` may no longer be the model."""
+    return State(
+        tuple(
+            (module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
+        ),
+        tuple((id(p), p.dtype, p.device) for p in model.parameters()),
+        tuple((id(b), b.dtype, b.device, b._version) for b in model.buffers()),
     )
-    parameters = tuple((id(p), p.dtype, p.device) for p in model.parameters())
-    buffers = tuple((id(b), b.dtype, b.device, b._version) for b in model.buffers())
-    return modes, parameters, buffers

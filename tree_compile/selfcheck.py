@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tree_compile.capture import call_model, device_of
+from tree_compile.capture import call_model
 from tree_compile.errors import SelfCheckError
 from tree_compile.output import RowResult, TreeOutput
 from tree_compile.programs import Program
@@ -128,8 +128,10 @@ def _gradients(
     ]
     if not parameters or not terms:
         return {}
-    found = torch.autograd.grad(torch.stack(terms).sum(), list(parameters.values()), allow_unused=True)
-    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)}
+    found = torch.autograd.grad(
+        torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(parameters, found, strict=True))
 
 
 def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: torch.device) -> list[Tensor]:
@@ -192,12 +194,13 @@ def self_check(model: nn.Module, program: Program, keywords: Mapping[str, Any], 
 
 
 def random_sequences(program: Program, input_names: Sequence[str], seed: int = 0) -> dict[str, list[list[int]]]:
-    """A few dozen random tokens as a tree: branches at several depths, single tokens, a prefix of another, two roots."""
+    """A few dozen random tokens as a tree.
+
+    It has branches at several depths, segments of one token, a sequence that is a prefix of another, and two roots.
+    """
     vocabulary = program.rewritten.vocabulary or 2
     random = np.random.default_rng(seed)
-    draw = lambda count: random.integers(0, vocabulary, count).tolist()  # noqa: E731
-    trunk, branch = draw(9), draw(5)
-    tails = [draw(count) for count in (1, 4, 7, 3)]
+    trunk, branch, *tails = (random.integers(0, vocabulary, count).tolist() for count in (9, 5, 1, 4, 7, 3))
     paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
     limit = min((limit.tokens for limit in program.rewritten.limits if limit.tokens), default=1 << 30)
     tokens = [path[:limit] for path in paths]

@@ -12,5 +12,5 @@ def draws(node: fx.Node) -> bool:
     """Whether the node draws random numbers; a dropout that is switched off or has probability 0 does not."""
     if node.target in _DROPOUTS:
         _, probability, active, *_ = (*node.args, None)
-        return bool(active) and probability != 0
+        return bool(active and probability != 0)
     return any(tag is torch.Tag.nondeterministic_seeded for tag in getattr(node.target, "tags", ()))

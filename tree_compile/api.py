@@ -141,7 +141,7 @@ class TreeModel(nn.Module):
         return sequences.rows if isinstance(sequences, Plan) else self.plan(sequences).rows
 
     def _last_inputs(self) -> tuple[str, ...]:
-        return next((key[0] for key in reversed(self._programs)), (_TOKENS,))  # type: ignore[index,no-any-return]
+        return next((key[0] for key in reversed(self._programs)), (_TOKENS,))
 
     def _program(self, input_names: tuple[str, ...]) -> Program:
         key = (input_names, state_of(self.unpacked))

@@ -18,7 +18,7 @@ from pathlib import Path
 from string import Template
 
 TARGET = Path(__file__).resolve().parents[1] / "tree_compile" / "data" / "rollouts.jsonl"
-ATTEMPTS = 5
+ATTEMPTS = 8
 ROLES = {"A": "assistant", "T": "tool", "U": "user"}
 
 SYSTEM = """\
@@ -229,21 +229,6 @@ A: Booked: $room, $day, $start, two hours, door code $code. Have a good meeting!
             "code": "4471",
             "second_code": "9026",
         },
-        {
-            "group": "reading circle",
-            "first": "Samir",
-            "last": "Haddad",
-            "card": "45090",
-            "day": "Saturday",
-            "next": "Monday",
-            "start": "10:00",
-            "people": "6",
-            "room": "the Attic",
-            "seats": "8",
-            "hall": "the Quay Hall",
-            "code": "1385",
-            "second_code": "7710",
-        },
     ),
 )
 
@@ -409,22 +394,6 @@ U: So do we. Thank you!""",
             "parent": "Henrik Vale",
             "loan": "The Moon Explained",
         },
-        {
-            "child": "nephew",
-            "name": "Jonas",
-            "age": "10",
-            "topic": "robots",
-            "month": "February",
-            "event": "Build a Walking Machine",
-            "day": "9 February",
-            "fallback": "Comics from Scratch",
-            "other_day": "16 February",
-            "seats": "4",
-            "seat": "9",
-            "card": "17340",
-            "parent": "Ayo Brandt",
-            "loan": "Gears and Levers",
-        },
     ),
 )
 
@@ -500,18 +469,6 @@ A: No need. $consolation""",
             "later": "20 September",
             "ticket": "L-245",
             "consolation": "At least it went down in the right surroundings.",
-        },
-        {
-            "first": "Colm",
-            "last": "Fitzgerald",
-            "card": "22518",
-            "title": "The Patient Dog",
-            "mishap": "was eaten by my puppy",
-            "state": "I have the cover and about half of chapter six.",
-            "due": "11 May",
-            "later": "1 June",
-            "ticket": "L-252",
-            "consolation": "The puppy has taste, it is a popular book.",
         },
     ),
 )
@@ -590,22 +547,6 @@ U: Ha! Not today. Thank you, $goodbye.""",
             "weeks": "5",
             "shelf": "C4",
             "goodbye": "you made my week",
-        },
-        {
-            "first": "Bashir",
-            "last": "Kone",
-            "card": "33659",
-            "memory": "a train that only stops for people who are lost",
-            "detail": "There was a conductor with a green umbrella, and a dog that could read.",
-            "title": "The Nowhere Express",
-            "author": "Otto Pell",
-            "wrong": "Tracks in the Snow",
-            "sequel": "The Green Umbrella",
-            "waiting": "4",
-            "place": "5",
-            "weeks": "11",
-            "shelf": "C9",
-            "goodbye": "and regards to the dog",
         },
     ),
 )

@@ -1,0 +1,236 @@
+"""The command line: what it prints, what it returns, and how it says what is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tree_compile.cli import main
+from tree_compile.demo import DemoReport
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_TOKENS = list(range(1, 101))
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def rollouts(tmp_path) -> Path:
+    """Three rollouts that share 100 tokens."""
+    path = tmp_path / "rollouts.jsonl"
+    ends = ([101, 102, 103], [104] * 9, [101, 102, 105])
+    path.write_text("".join(json.dumps({"tokens": SHARED_TOKENS + end}) + "\n" for end in ends))
+    return path
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> str:
+    """The name of a module in the current directory that makes models."""
+    (tmp_path / "makers_of_models.py").write_text(
+        "import torch\n"
+        "import torch.nn.functional as F\n"
+        "from tree_compile.models.dense import Dense, DenseConfig\n"
+        "def small():\n"
+        "    return Dense(DenseConfig(vocab_size=258, width=32, layers=1, heads=2, kv_heads=1, hidden=32))\n"
+        "class Mean(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embedding = torch.nn.Embedding(50, 8)\n"
+        "    def forward(self, input_ids):\n"
+        "        x = self.embedding(input_ids)\n"
+        "        return x + x.mean(1, keepdim=True)  # the guilty line\n"
+        "mean = Mean\n"
+        "instance = small()\n"
+        "def broken():\n"
+        "    return 1 / 0  # the broken line\n"
+        "def nothing():\n"
+        "    return None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    yield "makers_of_models"
+    sys.modules.pop("makers_of_models", None)
+
+
+def report(**changes) -> DemoReport:
+    values = {
+        "sequences": 64,
+        "parameters": 1000,
+        "tokens_in": 3000,
+        "tokens_computed": 1000,
+        "rows": 2,
+        "row_bound": 1,
+        "logit_difference": 1e-6,
+        "gradient_difference": 2e-6,
+        "tolerance": 1e-4,
+        "packed_losses": [5.0, 4.0],
+        "unpacked_losses": [5.0, 4.0],
+        "packed_seconds": 1.0,
+        "unpacked_seconds": 2.5,
+        "compile_seconds": 20.0,
+    }
+    return DemoReport(**{**values, **changes})
+
+
+def test_help_lists_the_commands_without_loading_torch():
+    code = (
+        "import sys\n"
+        "from tree_compile.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("demo", "check", "explain"))
+    assert done.stdout.endswith("False\n")
+
+
+def test_module_runs_as_the_command_does():
+    import tree_compile
+
+    assert python("-m", "tree_compile", "--version").stdout == f"treecompile {tree_compile.__version__}\n"
+
+
+def test_demo_trains_equally_both_ways(rollouts, capsys):
+    assert main(["demo", "--rollouts", str(rollouts), "--steps", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert (found["tokens_in"], found["tokens_computed"], found["rows"]) == (315, 115, 1)
+    assert found["ideal_speed_up"] == pytest.approx(315 / 115)
+    assert found["packed_losses"] == pytest.approx(found["unpacked_losses"], rel=1e-3)
+    assert len(found["packed_losses"]) == 3
+    assert found["packed_losses"][-1] < found["packed_losses"][0]
+
+
+def test_demo_prints_its_figures(rollouts, capsys, monkeypatch):
+    monkeypatch.setattr("tree_compile.demo.run_demo", lambda *_: report())
+    assert main(["demo", "--rollouts", str(rollouts)]) == 0
+    text = capsys.readouterr().out
+    for figure in ("3,000", "1,000", "2 (at least 1)", "2.50 s", "1.00 s", "2.50", "3.00", "1.0e-06", "2.0e-06"):
+        assert figure in text
+    assert "equal within 1e-04" in text
+
+
+def test_demo_fails_where_the_two_differ(rollouts, capsys, monkeypatch):
+    monkeypatch.setattr("tree_compile.demo.run_demo", lambda *_: report(gradient_difference=2e-4))
+    assert main(["demo", "--rollouts", str(rollouts)]) == 1
+    assert "NOT EQUAL" in capsys.readouterr().out
+
+
+def test_demo_takes_its_loss_on_trainable_tokens_of_the_whole_batch():
+    from tree_compile.demo import _Loss
+    from tree_compile.rollouts import Rollout
+
+    tokens, trainable = torch.tensor([1, 2, 3]).numpy(), torch.tensor([True, False, True]).numpy()
+    loss = _Loss([Rollout(tokens, trainable), Rollout(tokens, ~trainable)])
+    logits = torch.randn(3, 5)
+    assert loss(logits, 0) == -logits[1].log_softmax(-1)[3] / 2
+    assert loss(logits, 1) == -logits[0].log_softmax(-1)[2] / 2
+
+
+def test_check_of_an_own_model_says_equal(module, capsys):
+    assert main(["check", f"{module}:small"]) == 0
+    assert capsys.readouterr().out.startswith("equal to the unpacked model")
+
+
+def test_check_compares_on_rollouts(module, rollouts, capsys):
+    assert main(["check", f"{module}:small", "--rollouts", str(rollouts), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert (found["input_tokens"], found["packed_tokens"]) == (315, 115)
+
+
+def test_check_fails_where_the_models_differ(module, capsys, monkeypatch):
+    from tree_compile.selfcheck import CheckReport
+
+    worse = CheckReport(0.1, 0.1, 1e-4, "head.weight", 10, 5, 1)
+    monkeypatch.setattr("tree_compile.api.TreeModel.check", lambda *_: worse)
+    assert main(["check", f"{module}:small"]) == 1
+    assert capsys.readouterr().out.startswith("NOT EQUAL")
+
+
+def test_explain_names_the_line_of_every_attention(module, tmp_path, capsys):
+    assert main(["explain", f"{module}:small"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("attention in ") == 1
+    assert "models/dense.py:" in text
+
+
+def test_explain_of_an_architecture_gives_json(capsys):
+    pytest.importorskip("transformers")
+    assert main(["explain", "mistral", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(finding["kind"] == "attention" for finding in found["findings"]) == 2
+    assert all(finding["where"]["file"].endswith("modeling_mistral.py") for finding in found["findings"])
+
+
+def test_refused_model_is_one_message_with_the_users_line(module, tmp_path, capsys):
+    assert main(["explain", f"{module}:mean"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert f"at {tmp_path}/makers_of_models.py:12" in error
+    assert "the guilty line" in error
+
+
+def test_failing_factory_is_named_with_its_line(module, tmp_path, capsys):
+    assert main(["check", f"{module}:broken"]) == 2
+    error = capsys.readouterr().err
+    assert f"{module}:broken failed with ZeroDivisionError" in error
+    assert f"at {tmp_path}/makers_of_models.py:16" in error
+
+
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [
+        ("{module}:nothing", "gave a NoneType, which is not an nn.Module"),
+        ("{module}:absent", "has no function 'absent'"),
+        ("{module}:instance", "has no function 'instance'"),
+        ("no_such_module:small", "no_such_module failed with ModuleNotFoundError"),
+        ("no_such_family", "knows no model type 'no_such_family'"),
+    ],
+)
+def test_wrong_target_is_named(module, target, what, capsys):
+    assert main(["explain", target.format(module=module)]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_wrong_line_of_rollouts_is_one_message(rollouts, capsys):
+    rollouts.write_text(rollouts.read_text() + '{"tokens": []}\n')
+    assert main(["demo", "--rollouts", str(rollouts)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("treecompile: error: ")
+    assert f"at {rollouts}:4" in output.err
+    assert "Traceback" not in output.err
+
+
+def test_traceback_is_shown_on_request(tmp_path, capsys):
+    assert main(["demo", "--rollouts", str(tmp_path / "none.jsonl"), "--traceback"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_unexpected_error_names_its_type_and_how_to_see_more(rollouts, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("tree_compile.demo.run_demo", fail)
+    assert main(["demo", "--rollouts", str(rollouts)]) == 2
+    assert "RuntimeError: out of luck\n  try: --traceback" in capsys.readouterr().err
+
+
+def test_rollout_longer_than_a_row_is_refused(rollouts, capsys):
+    assert main(["demo", "--rollouts", str(rollouts), "--row-tokens", "105"]) == 2
+    error = capsys.readouterr().err
+    assert "109" in error
+    assert "105" in error
+
+
+@pytest.mark.parametrize("words", [["--steps", "1"], ["--steps", "many"], ["--row-tokens", "0"]])
+def test_number_out_of_range_is_refused(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", *words])
+    assert "is not a whole number of at least" in capsys.readouterr().err

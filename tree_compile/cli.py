@@ -1,0 +1,221 @@
+"""The command line: `treecompile demo`, `treecompile check` and `treecompile explain`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tree_compile.errors import TreeCompileError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from tree_compile.demo import DemoReport
+    from tree_compile.rollouts import Tokenizer
+
+__all__ = ["main"]
+
+_FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
+_TARGET_HELP = "module:factory, a function that returns an nn.Module; or an architecture in transformers, such as llama"
+_ROLLOUTS_HELP = 'JSON lines with "tokens" or "messages"'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: the words after the program's name; those of the process if None.
+
+    Returns:
+        The exit status: 0, or 1 where a comparison found a difference, or 2 after an error.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has enough of it; the interpreter must not complain when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        else:
+            _say_error(error)
+        return _WRONG
+
+
+def _say_error(error: Exception) -> None:
+    text = str(error) if isinstance(error, TreeCompileError) else f"{type(error).__name__}: {error}"
+    print(f"treecompile: error: {text}", file=sys.stderr)
+    if not isinstance(error, TreeCompileError):
+        print("  try: --traceback shows where it was raised", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from tree_compile import __version__
+
+    parser = argparse.ArgumentParser(prog="treecompile", description="Computes every shared token prefix once.")
+    parser.add_argument("--version", action="version", version=f"treecompile {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    _add_demo(commands, common)
+    _add_check(commands, common)
+    _add_explain(commands, common)
+    return parser
+
+
+def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
+    text = "Trains a small model on rollouts, on rows of shared prefixes and unpacked, and compares both."
+    demo = commands.add_parser("demo", parents=[common], help="train a small model both ways", description=text)
+    demo.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; bundled ones if left out")
+    demo.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON; bytes if left out")
+    demo.add_argument("--steps", type=_at_least(2), default=4, metavar="N", help="training steps (default: 4)")
+    demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help="most tokens in a row (default: 16384)")
+    demo.set_defaults(run=_demo)
+
+
+def _add_check(commands: Any, common: argparse.ArgumentParser) -> None:
+    text = "Compares outputs and gradients with those of the unpacked model."
+    check = commands.add_parser("check", parents=[common], help="compare a model with itself", description=text)
+    check.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    check.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; a random tree if left out")
+    check.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON; bytes if left out")
+    check.set_defaults(run=_check)
+
+
+def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
+    text = "Says what each part of a model that mixes tokens becomes."
+    explain = commands.add_parser("explain", parents=[common], help="say what a model becomes", description=text)
+    explain.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    explain.set_defaults(run=_explain)
+
+
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from tree_compile.demo import run_demo
+    from tree_compile.rollouts import BUNDLED, read_rollouts
+
+    tokenizer = _tokenizer(options)
+    rollouts = read_rollouts(options.rollouts or BUNDLED, tokenizer)
+    vocabulary = max(tokenizer.vocabulary, *(int(rollout.tokens.max()) + 1 for rollout in rollouts))
+    with _progress() as progress:
+        report = run_demo(rollouts, vocabulary, options.steps, options.row_tokens, progress)
+    if options.json:
+        _print_json(dataclasses.asdict(report) | {name: getattr(report, name) for name in _DERIVED})
+    else:
+        _print_tables(_demo_table(report), _loss_table(report))
+    return 0 if report.ok else _FAILED
+
+
+_DERIVED = ("speed_up", "ideal_speed_up", "ok")
+
+
+def _check(options: argparse.Namespace) -> int:
+    from tree_compile.api import treecompile
+    from tree_compile.rollouts import read_rollouts
+    from tree_compile.targets import load_target
+
+    tokenizer = _tokenizer(options)
+    sequences = None
+    if options.rollouts:
+        sequences = [rollout.tokens for rollout in read_rollouts(options.rollouts, tokenizer)]
+    with _progress() as progress:
+        progress.add_task(f"check {options.target}", total=None)
+        settings = {"vocab_size": tokenizer.vocabulary} if sequences else {}
+        report = treecompile(load_target(options.target, **settings)).check(sequences)
+    if options.json:
+        _print_json(dataclasses.asdict(report) | {"ok": report.ok})
+    else:
+        print(report)
+    return 0 if report.ok else _FAILED
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from tree_compile.api import treecompile
+    from tree_compile.targets import load_target
+
+    with _progress() as progress:
+        progress.add_task(f"explain {options.target}", total=None)
+        explanation = treecompile(load_target(options.target), backend="eager").explain()
+    if options.json:
+        _print_json(dataclasses.asdict(explanation))
+    else:
+        print(explanation)
+    return 0
+
+
+def _tokenizer(options: argparse.Namespace) -> Tokenizer:
+    from tree_compile.rollouts import byte_tokenizer, file_tokenizer
+
+    return file_tokenizer(options.tokenizer) if options.tokenizer else byte_tokenizer()
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _print_tables(*tables: Table) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table)
+
+
+def _demo_table(report: DemoReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{report.sequences} rollouts, a decoder of {report.parameters:,} parameters")
+    for column in ("", "unpacked", "tree"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("tokens in", f"{report.tokens_in:,}", f"{report.tokens_in:,}")
+    table.add_row("tokens computed", f"{report.tokens_in:,}", f"{report.tokens_computed:,}")
+    table.add_row("forward passes (rows)", f"{report.sequences}", f"{report.rows} (at least {report.row_bound})")
+    table.add_row("time per step", f"{report.unpacked_seconds:.2f} s", f"{report.packed_seconds:.2f} s")
+    table.add_row("speed-up", "", f"{report.speed_up:.2f}")
+    table.add_row("speed-up, ideal by tokens", "", f"{report.ideal_speed_up:.2f}")
+    table.add_row("compiling, once", "", f"{report.compile_seconds:.1f} s")
+    table.add_row("greatest difference of logits", "", f"{report.logit_difference:.1e}")
+    table.add_row("greatest difference of gradients", "", f"{report.gradient_difference:.1e}")
+    verdict = "equal" if report.ok else "NOT EQUAL"
+    table.caption = f"{verdict} within {report.tolerance:.0e}; differences are relative to the greatest value"
+    return table
+
+
+def _loss_table(report: DemoReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="loss at each step")
+    for column in ("step", "unpacked", "tree"):
+        table.add_column(column, justify="right")
+    for step, (unpacked, packed) in enumerate(zip(report.unpacked_losses, report.packed_losses, strict=True), start=1):
+        table.add_row(str(step), f"{unpacked:.5f}", f"{packed:.5f}")
+    return table

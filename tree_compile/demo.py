@@ -1,0 +1,244 @@
+"""Trains one small model twice on the same rollouts, as a tree and unpacked, and compares."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from tree_compile.api import TreeModel, treecompile
+from tree_compile.models.dense import Dense, DenseConfig
+from tree_compile.rollouts import Rollout
+from tree_compile.runtime.plan import Plan, Row
+
+__all__ = ["DemoReport", "run_demo"]
+
+_ROW_TOKENS = 16_384
+_LEARNING_RATE = 3e-3
+_TOLERANCE = 1e-4
+"""What float32 rounding explains, relative to the greatest value."""
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo measured. Steps are timed from the second on: the first compiles, and is compared.
+
+    Attributes:
+        sequences: number of rollouts.
+        parameters: of the model.
+        tokens_in: tokens of all rollouts.
+        tokens_computed: tokens of all rows.
+        rows: number of rows, each one forward and backward pass.
+        row_bound: a number of rows that no packing goes below.
+        logit_difference: greatest difference of logits at the first step, relative to the greatest logit.
+        gradient_difference: greatest difference of gradients at the first step, each parameter's relative to its
+            greatest gradient.
+        tolerance: what is allowed for both.
+        packed_losses: loss at every step on the rows.
+        unpacked_losses: the same, sequence by sequence.
+        packed_seconds: median time of a step on the rows.
+        unpacked_seconds: the same, sequence by sequence.
+        compile_seconds: time of the first step on the rows beyond that of the others.
+    """
+
+    sequences: int
+    parameters: int
+    tokens_in: int
+    tokens_computed: int
+    rows: int
+    row_bound: int
+    logit_difference: float
+    gradient_difference: float
+    tolerance: float
+    packed_losses: list[float]
+    unpacked_losses: list[float]
+    packed_seconds: float
+    unpacked_seconds: float
+    compile_seconds: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster a step is on the rows."""
+        return self.unpacked_seconds / self.packed_seconds
+
+    @property
+    def ideal_speed_up(self) -> float:
+        """Tokens in per token computed."""
+        return self.tokens_in / self.tokens_computed
+
+    @property
+    def ok(self) -> bool:
+        """Whether both differences are within the tolerance."""
+        return max(self.logit_difference, self.gradient_difference) <= self.tolerance
+
+
+def run_demo(
+    rollouts: Sequence[Rollout], vocabulary: int, steps: int, row_tokens: int | None, progress: Progress
+) -> DemoReport:
+    """Takes the same training steps from the same weights on rows of shared prefixes, and sequence by sequence.
+
+    Args:
+        rollouts: what to train on, all of it at every step.
+        vocabulary: number of token ids.
+        steps: number of training steps, at least 2.
+        row_tokens: greatest number of tokens in a row; if None, 16,384 or the longest rollout.
+        progress: where bars are added.
+
+    Raises:
+        InputError: the rollouts are not usable, or one does not fit into a row.
+    """
+    torch.manual_seed(0)
+    model = Dense(DenseConfig(vocab_size=vocabulary, width=128, layers=2, heads=2, kv_heads=1, hidden=352))
+    longest = max(len(rollout.tokens) for rollout in rollouts)
+    tree_model = treecompile(model, row_tokens=row_tokens or max(_ROW_TOKENS, longest))
+    plan = tree_model.plan([rollout.tokens for rollout in rollouts])
+    loss = _Loss(rollouts)
+    packed, unpacked = _Packed(tree_model, plan, loss), _Unpacked(copy.deepcopy(model), rollouts, loss)
+    logit_difference, first_packed, first_unpacked = _compared(packed, unpacked, progress)
+    gradient_difference = _gradient_difference(model, unpacked.model)
+    packed_losses, packed_times = _more_steps(packed, steps, "steps on the rows", plan.packed_tokens, progress)
+    unpacked_losses, unpacked_times = _more_steps(unpacked, steps, "steps unpacked", plan.input_tokens, progress)
+    return DemoReport(
+        sequences=len(rollouts),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokens_in=plan.input_tokens,
+        tokens_computed=plan.packed_tokens,
+        rows=len(plan.rows),
+        row_bound=plan.row_bound,
+        logit_difference=logit_difference,
+        gradient_difference=gradient_difference,
+        tolerance=_TOLERANCE,
+        packed_losses=[first_packed.loss, *packed_losses],
+        unpacked_losses=[first_unpacked.loss, *unpacked_losses],
+        packed_seconds=statistics.median(packed_times),
+        unpacked_seconds=statistics.median(unpacked_times),
+        compile_seconds=max(0.0, first_packed.seconds - statistics.median(packed_times)),
+    )
+
+
+class _Loss:
+    """Next-token loss on the trainable tokens, as a mean over those of all rollouts.
+
+    The normaliser is that of the whole batch, so the losses of rows, or of sequences, add up to it.
+    """
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self._places = [torch.from_numpy(rollout.trainable[1:]).nonzero()[:, 0] for rollout in rollouts]
+        self._targets = [
+            torch.from_numpy(rollout.tokens[1:])[places] for rollout, places in zip(rollouts, self._places, strict=True)
+        ]
+        self._tokens = max(1, sum(map(len, self._places)))
+
+    def __call__(self, logits: Tensor, sequence: int) -> Tensor:
+        chosen = logits[self._places[sequence]]
+        return F.cross_entropy(chosen, self._targets[sequence], reduction="sum") / self._tokens
+
+
+class _Packed:
+    """Training on rows."""
+
+    def __init__(self, model: TreeModel, plan: Plan, loss: _Loss) -> None:
+        self.model = model
+        self.plan = plan
+        self.optimizer = _optimizer(model)
+        self._loss = loss
+
+    def row(self, row: Row) -> tuple[float, Sequence[Tensor]]:
+        """Adds the gradients of a row; returns its loss and the logits of its sequences."""
+        logits = self.model(row).logits
+        loss = torch.stack([self._loss(logits[sequence], sequence) for sequence in row.sequence_ids]).sum()
+        loss.backward()
+        return loss.item(), [logits[sequence].detach() for sequence in row.sequence_ids]
+
+    def parts(self) -> Iterator[tuple[float, int]]:
+        """Computes row after row; yields loss and tokens."""
+        for row in self.plan.rows:
+            yield self.row(row)[0], row.length
+
+
+class _Unpacked:
+    """Training sequence by sequence."""
+
+    def __init__(self, model: nn.Module, rollouts: Sequence[Rollout], loss: _Loss) -> None:
+        self.model = model
+        self.tokens = [torch.from_numpy(rollout.tokens) for rollout in rollouts]
+        self.optimizer = _optimizer(model)
+        self._loss = loss
+
+    def sequence(self, sequence: int) -> tuple[float, Tensor]:
+        """Adds the gradients of a sequence; returns its loss and its logits."""
+        logits = self.model(self.tokens[sequence][None])[0]
+        loss = self._loss(logits, sequence)
+        loss.backward()
+        return loss.item(), logits.detach()
+
+    def parts(self) -> Iterator[tuple[float, int]]:
+        """Computes sequence after sequence; yields loss and tokens."""
+        for sequence, tokens in enumerate(self.tokens):
+            yield self.sequence(sequence)[0], len(tokens)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+
+
+@dataclass
+class _Step:
+    loss: float = 0.0
+    seconds: float = 0.0
+
+
+def _compared(packed: _Packed, unpacked: _Unpacked, progress: Progress) -> tuple[float, _Step, _Step]:
+    """Computes the gradients of the first step both ways, a row at a time so that few logits are held at once."""
+    plan = packed.plan
+    bar = progress.add_task("compile, compare", total=plan.packed_tokens + plan.input_tokens)
+    difference = greatest = 0.0
+    one, other = _Step(), _Step()
+    for row in plan.rows:
+        start = time.perf_counter()
+        loss, found = packed.row(row)
+        one.loss, one.seconds = one.loss + loss, one.seconds + time.perf_counter() - start
+        progress.advance(bar, row.length)
+        for sequence, logits in zip(row.sequence_ids, found, strict=True):
+            loss, expected = unpacked.sequence(sequence)
+            other.loss += loss
+            difference = max(difference, (logits - expected).abs().max().item())
+            greatest = max(greatest, expected.abs().max().item())
+            progress.advance(bar, len(expected))
+    return difference / greatest, one, other
+
+
+def _gradient_difference(model: nn.Module, reference: nn.Module) -> float:
+    differences = []
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert expected.grad is not None
+        difference, greatest = (parameter.grad - expected.grad).abs().max(), expected.grad.abs().max()
+        differences.append((difference / greatest.clamp_min(1e-30)).item())
+    return max(differences)
+
+
+def _more_steps(
+    side: _Packed | _Unpacked, steps: int, name: str, tokens: int, progress: Progress
+) -> tuple[list[float], list[float]]:
+    """Ends the first step and takes the others; returns their losses and times."""
+    bar = progress.add_task(name, total=(steps - 1) * tokens)
+    losses, times = [], []
+    for _ in range(steps - 1):
+        start = time.perf_counter()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        loss = 0.0
+        for part, done in side.parts():
+            loss += part
+            progress.advance(bar, done)
+        losses.append(loss)
+        times.append(time.perf_counter() - start)
+    return losses, times

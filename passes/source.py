@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
+import types
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from tree_compile.errors import SourceLine
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*(?:\n +(?!File ")(?P<code>[^\n]+))?')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?[^\n]*(?:\n +(?!File ")(?P<code>[^\n]+))?'
+)
 _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.join("tree_compile", "capture.py"),
+    *(os.path.join("tree_compile", name) for name in ("capture.py", "experts.py", "foreign.py", "watch.py")),
     "<eval_with_key>",
 )
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 def source_line(node: fx.Node) -> SourceLine | None:
-    """The innermost frame of the node's stack trace that is neither torch's nor ours; None if there is none."""
+    """The innermost frame of the node's stack trace that is in the model, as `line_of_trace`."""
     return line_of_trace(node.meta.get("stack_trace") or "")
 
 
@@ -29,12 +35,43 @@ def is_users(file: str) -> bool:
 
 
 def line_of_trace(trace: str) -> SourceLine | None:
-    """The innermost frame of a printed stack trace that is neither torch's nor ours; None if there is none."""
-    users = [frame for frame in _FRAME.finditer(trace) if is_users(frame["file"])]
-    if not users:
+    """The innermost frame of a printed stack trace that is in the model; None if there is none.
+
+    Frames of torch and of this package are never in the model, nor are those of other packages that the model calls.
+    """
+    frames = list(_FRAME.finditer(trace))[::-1]
+    place = _place_in_model([(frame["file"], frame["function"] or "") for frame in frames])
+    if place is None:
         return None
-    frame = users[-1]
+    frame = frames[place]
     return SourceLine(frame["file"], int(frame["line"]), (frame["code"] or "").strip())
+
+
+def frame_of_the_model(innermost: types.FrameType) -> types.FrameType | None:
+    """The frame among `innermost` and its callers that `line_of_trace` would choose."""
+    frames, current = [innermost], innermost.f_back
+    while current is not None:
+        frames.append(current)
+        current = current.f_back
+    place = _place_in_model([(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames])
+    return None if place is None else frames[place]
+
+
+def _place_in_model(frames: Sequence[tuple[str, str]]) -> int | None:
+    """Which of the frames (file, function), innermost first, is the model's; None if none is.
+
+    The innermost `forward` says whose code the model is: of a file of an installed package, or of the user's own files.
+    """
+    users = [place for place, (file, _) in enumerate(frames) if is_users(file)]
+    model = next((frames[place][0] for place in users if frames[place][1] == "forward"), "")
+    is_models = (lambda file: file == model) if _INSTALLED in model else (lambda file: _INSTALLED not in file)
+    return next((place for place in users if is_models(frames[place][0])), users[0] if users else None)
+
+
+def line_of_frame(frame: types.FrameType) -> SourceLine:
+    """The line at which `frame` is."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return SourceLine(file, line, linecache.getline(file, line).strip())
 
 
 def module_path(node: fx.Node) -> str:

@@ -353,7 +353,7 @@ def _same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
 
 
 def _greatest(samples: Sequence[Tensor]) -> float:
-    return max(float(sample.double().abs().max()) for sample in samples)
+    return max(float(sample.abs().double().max()) for sample in samples)
 
 
 def _first_of_range(value: Tensor, dim: int) -> int | None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import _trace as export_trace
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from tree_compile.errors import CaptureError, ControlFlowError, TreeCompileError, UnsupportedArgumentError
+from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedArgumentError
 from tree_compile.foreign import capturable
 from tree_compile.guards import LengthLimit, length_limit
-from tree_compile.passes.source import is_users, line_of_trace
+from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
+from tree_compile.watch import replaced, watching
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 
@@ -56,12 +63,14 @@ class Captured:
         input_names: the model's names of the inputs, token ids first.
         output_form: how to rebuild the model's output.
         limit: the longest sequence that the capture holds for.
+        control_flow: what has to be raised, unless something more telling is found: the code depends on T.
     """
 
     graph_module: fx.GraphModule
     input_names: tuple[str, ...]
     output_form: OutputForm
     limit: LengthLimit
+    control_flow: ControlFlowError | None = None
 
 
 @dataclass
@@ -104,7 +113,7 @@ def capture(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str,
 
     Raises:
         CaptureError: torch.export cannot trace the model.
-        ControlFlowError: the model's Python code branches on T, or on the values of tensors.
+        ControlFlowError: the model's Python code needs one T, or the values of tensors.
         UnsupportedArgumentError: the output holds something else than tensors and plain constants.
     """
     unpacked = _Unpacked(model, input_names, keywords)
@@ -113,9 +122,9 @@ def capture(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str,
     output_form = unpacked.seen.output_form
     assert output_form is not None
     _require_plain_constants(output_form)
-    limit = length_limit(program._guards_code, program.graph, example[0].shape[1])
+    limit, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1])
     graph_module = _under_own_names(program.module(check_guards=False), input_names)
-    return Captured(graph_module, tuple(input_names), output_form, limit)
+    return Captured(graph_module, tuple(input_names), output_form, limit, control_flow)
 
 
 def example_inputs(model: nn.Module, count: int) -> tuple[Tensor, ...]:
@@ -135,22 +144,26 @@ def device_of(model: nn.Module) -> torch.device:
 
 def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     dynamic = {"values": tuple({1: torch.export.Dim.DYNAMIC} for _ in range(inputs))}
+    fixed: list[SourceLine] = []
     try:
-        with _quiet(), _guards_at_lines_of_the_model(), capturable(unpacked.model), torch.random.fork_rng():
+        with (
+            _quiet(), _lines_of_the_model(fixed), capturable(unpacked.model), watching(unpacked.model),
+            torch.random.fork_rng(),
+        ):  # fmt: skip
             return torch.export.export(unpacked, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:
         raise
     except Exception as error:
-        raise _explained(error) from error
+        raise _explained(error, fixed) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides export's own warnings: what matters is raised as an error of ours."""
+    """Hides export's own warnings and its prints of graphs: what matters is raised as an error of ours."""
     previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), replaced(export_trace, "print", lambda *_args, **_kwargs: None):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -158,48 +171,61 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _guards_at_lines_of_the_model() -> Iterator[None]:
-    """Guards on T keep the line of the model that they come from, not that of torch's own code."""
-    original = ShapeEnv._get_user_frame
+def _lines_of_the_model(fixed: list[SourceLine]) -> Iterator[None]:
+    """Nodes and guards keep the line of the model that they come from, also where that is not in a `forward`.
 
-    def first_of_the_model(_environment: ShapeEnv) -> types.FrameType | None:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        return frame
+    `fixed` gets the lines that need T to be one number.
+    """
+    log_guard = ShapeEnv._log_guard
 
-    ShapeEnv._get_user_frame = first_of_the_model  # type: ignore[method-assign]
-    try:
+    def frame_of_guard(_environment: ShapeEnv) -> types.FrameType | None:
+        return frame_of_the_model(sys._getframe(1))
+
+    def note(environment: ShapeEnv, prefix: str, guard: Any, *rest: Any, **others: Any) -> None:
+        frame = frame_of_the_model(sys._getframe(1))
+        if isinstance(guard, sympy.Eq) and frame is not None:
+            fixed.append(line_of_frame(frame))
+        log_guard(environment, prefix, guard, *rest, **others)
+
+    with (
+        replaced(ShapeEnv, "_get_user_frame", frame_of_guard),
+        replaced(ShapeEnv, "_log_guard", note),
+        replaced(TracerBase, "_filter_traceback_frames", _frames_of_the_model),
+    ):
         yield
-    finally:
-        ShapeEnv._get_user_frame = original  # type: ignore[method-assign]
 
 
-def _explained(error: Exception) -> Exception:
+def _frames_of_the_model(_tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+    inside = itertools.dropwhile(lambda frame: frame.name != "forward", frames)
+    kept = [frame for frame in inside if frame.name == "forward" or is_users(frame.filename)]
+    return traceback.StackSummary.from_list(kept)
+
+
+def _explained(error: Exception, fixed: Sequence[SourceLine]) -> Exception:
     text = str(error)
-    if isinstance(error, (RuntimeError, ValueError)) and ("specialized it" in text or "data-dependent" in text):
-        return _control_flow(error)
+    if isinstance(error, (RuntimeError, ValueError)) and "specialized it" in text:
+        return _control_flow("the number of tokens", fixed[-1] if fixed else None)
+    if isinstance(error, (RuntimeError, ValueError)) and "data-dependent" in text:
+        return _control_flow("the values of tensors", line_of_trace(text) or _line_of_error(error))
+    first_line, *_ = [*text.strip().splitlines(), ""]
     return CaptureError(
-        f"torch.export could not capture the model: {type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else ''}",
+        f"torch.export could not capture the model: {type(error).__name__}: {first_line}",
         where=_line_of_error(error),
         why="the model has to be traced as one graph with a free number of tokens.",
         hint="run torch.export.export(model, (ids,), strict=False) alone to see the whole message.",
     )
 
 
-def _control_flow(error: Exception) -> ControlFlowError:
-    what = "the number of tokens" if "specialized it" in str(error) else "the values of tensors"
+def _control_flow(what: str, where: SourceLine | None) -> ControlFlowError:
     return ControlFlowError(
         f"The model's Python code depends on {what}.",
-        where=line_of_trace(str(error)) or _line_of_error(error),
+        where=where,
         why="a captured graph takes one way through the code, for all sequences of a row at once.",
         hint="write it as tensor operations, such as torch.where, or move it out of the model's forward.",
     )
 
 
-def _line_of_error(error: BaseException) -> Any:
-    import traceback
-
+def _line_of_error(error: BaseException) -> SourceLine | None:
     return line_of_trace("".join(traceback.format_tb(error.__traceback__)))
 
 
@@ -227,10 +253,21 @@ def _under_own_names(exported: fx.GraphModule, input_names: Sequence[str]) -> fx
         if node.op == "get_attr":
             target = str(node.target)
             copies[node].target = target.removeprefix("model.")
-            attributes[str(copies[node].target)] = _attribute(exported, target)
+            attributes[str(copies[node].target)] = _real(node, _attribute(exported, target))
         elif node.op == "placeholder":
             copies[node].target = copies[node].name = next(names)
     return fx.GraphModule(attributes, graph, class_name="Captured")
+
+
+def _real(node: fx.Node, value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        raise CaptureError(
+            "A value that the model computes was lost in the capture.",
+            where=next((line for user in node.users if (line := source_line(user))), None),
+            why="torch.export takes it for a constant.",
+            hint="leave torch.func and .data out of the model's forward.",
+        )
+    return value
 
 
 def _attribute(module: nn.Module, target: str) -> Any:

@@ -12,6 +12,7 @@ __all__ = [
     "EmptySequenceError",
     "InputError",
     "LengthDependentError",
+    "LostGradientError",
     "PayloadError",
     "RefusedModelError",
     "SelfCheckError",
@@ -105,6 +106,10 @@ class RefusedModelError(TreeCompileError):
 
 class CaptureError(RefusedModelError):
     """torch.export could not capture the model."""
+
+
+class LostGradientError(CaptureError):
+    """The model changes gradients in a way that a captured graph does not keep."""
 
 
 class ControlFlowError(RefusedModelError):

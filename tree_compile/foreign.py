@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from tree_compile.errors import CaptureError
+from tree_compile.errors import LostGradientError
+from tree_compile.experts import loops_over_all_experts
 from tree_compile.passes.source import line_of_trace
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
@@ -38,7 +39,7 @@ def capturable(model: nn.Module) -> Iterator[None]:
             restore.append((module, "gradient_checkpointing", True))
             module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        with _own_backwards():
+        with _own_backwards(), loops_over_all_experts(model):
             yield
     finally:
         for owner, name, value in reversed(restore):
@@ -97,8 +98,8 @@ def _has_plain_derivative(function: type[Function]) -> bool:
     return function.__module__.startswith("torch.") or (function.__module__, function.__name__) in _PLAIN_DERIVATIVES
 
 
-def _lost_backward(name: str) -> CaptureError:
-    return CaptureError(
+def _lost_backward(name: str) -> LostGradientError:
+    return LostGradientError(
         f"The model uses the torch.autograd.Function {name}.",
         where=line_of_trace("".join(traceback.format_stack()[:-2])),
         why="torch.export keeps its forward and drops its backward, so gradients would be wrong.",

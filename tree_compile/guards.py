@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ class _AnyInput:
 
 
 def _holds(code: Any, tokens: int) -> bool:
-    names = {"L": _AnyInput(tokens), "min": min, "max": max, "int": int, "Min": min, "Max": max}
+    functions = {"min": min, "max": max, "int": int, "Min": min, "Max": max, "torch": torch, "math": math}
     try:
-        return bool(eval(code, {"__builtins__": {}}, names))
+        return bool(eval(code, {"__builtins__": {}}, {"L": _AnyInput(tokens), **functions}))
     except ZeroDivisionError:
         return False
 
@@ -80,7 +81,9 @@ def _limit(guard: str, example: int) -> int | None:
     return _last_true(holds, lengths[first_false - 1], lengths[first_false])
 
 
-def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> LengthLimit:
+def length_limit(
+    guards: Iterable[str], graph: fx.Graph, example: int
+) -> tuple[LengthLimit, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
     A guard that holds for every length of two tokens or more says nothing; one that holds up to some length is a
@@ -91,18 +94,19 @@ def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> Length
         graph: the captured graph, whose shape environment knows the lines that the guards come from.
         example: the T of the capture.
 
-    Raises:
-        ControlFlowError: a guard does not hold for all lengths up to `example`.
+    Returns:
+        The tightest limit; and an error where a guard does not hold for all lengths up to `example`.
     """
-    limit = LengthLimit()
+    limit, error = LengthLimit(), None
     for guard in guards:
         try:
             tokens = _limit(guard, example)
         except ValueError:
-            raise _control_flow(_readable(guard), _guard_line(guard, graph)) from None
+            error = error or _control_flow(_readable(guard), _guard_line(guard, graph))
+            continue
         if tokens is not None and (limit.tokens is None or tokens < limit.tokens):
             limit = LengthLimit(tokens, _guard_line(guard, graph))
-    return limit
+    return limit, error
 
 
 def _control_flow(condition: str, where: SourceLine | None) -> ControlFlowError:

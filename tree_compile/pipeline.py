@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tree_compile.capture import Captured, OutputForm, capture
+from tree_compile.errors import RefusedModelError
 from tree_compile.guards import LengthLimit
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -17,11 +18,11 @@ from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
 from tree_compile.passes.positions import RewritePositions, position_limit
+from tree_compile.passes.random import draws
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
-from tree_compile.passes.random import draws
 from tree_compile.passes.vocabulary import vocabulary_size
 
 
@@ -59,7 +60,16 @@ def rewrite_model(model: nn.Module, input_names: Sequence[str], keywords: Mappin
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
-    return rewrite(capture(model, input_names, keywords))
+    captured = capture(model, input_names, keywords)
+    try:
+        rewritten = rewrite(captured)
+    except Exception as error:
+        # A graph that holds for some lengths only may break a pass; what is refused in it tells the user more.
+        if captured.control_flow is None or isinstance(error, RefusedModelError):
+            raise
+    if captured.control_flow is not None:
+        raise captured.control_flow
+    return rewritten
 
 
 def rewrite(captured: Captured) -> Rewritten:

@@ -1,0 +1,98 @@
+"""What torch.export would lose without a word, or only notice at a loss for words, is refused during a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tree_compile.errors import LostGradientError, TokenMixingError
+from tree_compile.passes.source import line_of_trace
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module) -> Iterator[None]:
+    """Refuses hooks on gradients, inference mode inside of the model, and recurrent layers.
+
+    Raises:
+        LostGradientError: the model changes gradients in a way that a captured graph does not keep.
+        TokenMixingError: a recurrent layer carries a state from token to token.
+    """
+    _require_no_backward_hooks(model)
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    handles = [module.register_forward_pre_hook(_refuse_recurrent) for module in recurrent]
+    try:
+        with (
+            replaced(Tensor, "register_hook", _refuse_hook),
+            replaced(Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
+            replaced(torch.inference_mode, "__enter__", _refuse_inference_mode(torch.inference_mode.__enter__)),
+        ):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`function` as what a class or a module `owner` calls `name`."""
+    inherited, own = name not in vars(owner), vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _require_no_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            kind = type(module).__name__
+            raise LostGradientError(
+                f"The module {f'{name!r} ({kind})' if name else kind} has a backward hook.",
+                why="a captured graph has no modules, so the hook would not run.",
+                hint="remove the hook, or put it on a parameter: parameter.register_hook(…) keeps working.",
+            )
+
+
+def _refuse_hook(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise LostGradientError(
+        "The model puts a hook on the gradient of a tensor.",
+        where=_line_of_the_model(),
+        why="torch.export drops the hook, so gradients would be wrong.",
+        hint="write what the hook does as operations, for example x * s + (x * (1 - s)).detach() to scale by s.",
+    )
+
+
+def _refuse_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(context: torch.inference_mode) -> Any:
+        if not context.mode:
+            return enter(context)
+        raise LostGradientError(
+            "The model switches to torch.inference_mode.",
+            where=_line_of_the_model(),
+            why="torch.export drops the switch, so gradients would flow where the model stops them.",
+            hint="use torch.no_grad().",
+        )
+
+    return refuse
+
+
+def _refuse_recurrent(module: nn.Module, _args: Any) -> NoReturn:
+    raise TokenMixingError(
+        f"The recurrent layer {type(module).__name__} mixes tokens in a way that no rule covers.",
+        where=_line_of_the_model(),
+        why="it carries a state from token to token.",
+        hint="use an attention, or compute it per sequence outside of the model.",
+    )
+
+
+def _line_of_the_model() -> Any:
+    return line_of_trace("".join(traceback.format_stack()))

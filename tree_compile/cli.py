@@ -206,7 +206,7 @@ def _demo_table(report: DemoReport) -> Table:
     table.add_row("greatest difference of logits", "", f"{report.logit_difference:.1e}")
     table.add_row("greatest difference of gradients", "", f"{report.gradient_difference:.1e}")
     verdict = "equal" if report.ok else "NOT EQUAL"
-    table.caption = f"{verdict} within {report.tolerance:.0e}; differences are relative to the greatest value"
+    table.caption = f"{verdict} within {report.tolerance:.0e} of the greatest value"
     return table
 
 

@@ -106,7 +106,7 @@ class AttentionMatch:
 def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
     """Reads a `scaled_dot_product_attention` node."""
     schema = torch.ops.aten.scaled_dot_product_attention.default._schema
-    values = {argument.name: argument.default_value for argument in schema.arguments}
+    values: dict[str, Any] = {argument.name: argument.default_value for argument in schema.arguments}
     values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
     values |= node.kwargs
     width = shape_of(values["query"])[-1]
@@ -116,8 +116,8 @@ def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
         causal=bool(values["is_causal"]),
         masks=() if mask is None else _static_masks(mask, statics),
     )
-    operands = [_plain(values[name]) for name in ("query", "key", "value")]
-    return AttentionMatch(node, *operands, scores, _identity(node), float(values["dropout_p"]))
+    query, key, value = (_plain(values[name]) for name in ("query", "key", "value"))
+    return AttentionMatch(node, query, key, value, scores, _identity(node), float(values["dropout_p"]))
 
 
 def _plain(node: fx.Node) -> Operand:
@@ -223,7 +223,7 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return args[0], reading.scaled(1.0 / factor if target in _DIVISIONS else factor)
     if target is aten.mul.Tensor and isinstance(statics.kinds.get(args[1]), Pair) and reading.bound is None:
         return args[0], replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, args[1])))
-    if target in _LEAST and len(args) == 2 and (floor := _number(args[1], statics)) is not None and floor <= HIDDEN_BELOW:
+    if _is_floor_below_all(node, statics):
         return args[0], reading
     if target is aten.tanh.default and reading.bound is None:
         return args[0], replace(reading, bound=1.0)
@@ -238,6 +238,14 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
     raise NoMatch(f"the step {_name(node)} between the product of queries and keys and the softmax is not known")
 
 
+def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:
+    """Whether it raises scores that are hidden, at the most, and leaves them hidden."""
+    if node.target not in _LEAST or len(node.args) != 2 or node.kwargs:
+        return False
+    floor = _number(node.args[1], statics)
+    return floor is not None and floor <= HIDDEN_BELOW
+
+
 def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
     first, second = node.args[:2]
     if node.kwargs.get("alpha", 1) != 1:
@@ -247,10 +255,10 @@ def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[
     bias, rest = (second, first) if second in statics.nodes else (first, second)
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are scaled after a bias was added")
-    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, node, statics))  # type: ignore[arg-type,return-value]
+    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))  # type: ignore[arg-type,return-value]
 
 
-def _with_bias(scores: Scores, bias: fx.Node, factor: float, added_to: fx.Node, statics: StaticValues) -> Scores:
+def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValues) -> Scores:
     kind = statics.kinds.get(bias)
     if isinstance(kind, (Table, Drifting)) and kind.dim - len(shape_of(bias)) == -1:
         if isinstance(kind, Drifting) and scores.sinks is not None:
@@ -295,7 +303,7 @@ def _read_baddbmm(node: fx.Node, reading: _Reading, statics: StaticValues) -> tu
     beta, alpha = float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are scaled after a bias was added")
-    scores = _with_bias(reading.scores, bias, beta, node, statics) if beta else reading.scores  # type: ignore[arg-type]
+    scores = _with_bias(reading.scores, bias, beta, statics) if beta else reading.scores  # type: ignore[arg-type]
     return replace(scores, scale=alpha), _plain(left), _transposed(right)  # type: ignore[arg-type]
 
 
@@ -359,7 +367,8 @@ def _transposed(node: fx.Node) -> Operand:
     """`node` with its last two dimensions swapped, without a swap that the graph already made."""
     rank = len(shape_of(node))
     if node.target is aten.transpose.int:
-        dims = {int(dim) % rank for dim in node.args[1:3]}  # type: ignore[call-overload]
+        swapped: Any = node.args[1:3]
+        dims = {int(dim) % rank for dim in swapped}
         if dims == {rank - 1, rank - 2}:
             return _plain(node.args[0])  # type: ignore[arg-type]
     return Operand(node, (*range(rank - 2), rank - 1, rank - 2))
@@ -377,7 +386,7 @@ def _einsum_parts(node: fx.Node) -> tuple[list[str], str, list[fx.Node]]:
 
 def _einsum_scores(node: fx.Node) -> tuple[Operand, Operand]:
     (left, right), output, operands = _einsum_parts(node)
-    *lead, query, key = output
+    *lead, query, key = list(output)
     contracted = [letter for letter in left if letter in right and letter not in output]
     if len(contracted) != 1 or query not in left or key not in right:
         raise NoMatch("the einsum of its scores does not end in query and key")
@@ -433,7 +442,7 @@ def _einsum_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int
     (left, right), result, operands = _einsum_parts(output)
     if operands[0] is not weights:
         left, right, operands = right, left, operands[::-1]
-    *lead, query, key = left
+    *lead, query, key = list(left)
     width = [letter for letter in right if letter not in left]
     if operands[0] is not weights or len(width) != 1 or sorted(result) != sorted([*lead, query, *width]):
         raise NoMatch("the einsum of weights and values is not known")
@@ -446,5 +455,6 @@ def is_score_softmax(node: fx.Node, symbol: Any) -> bool:
     if node.target not in (aten.softmax.int, aten._softmax.default) or not is_tensor(node):
         return False
     shape = [size_expression(size) for size in shape_of(node)]
-    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    given: Any = node.args[1]
+    dim = int(given) % len(shape)
     return len(shape) >= 2 and dim == len(shape) - 1 and shape[-2] == symbol and shape[-1] in (symbol, symbol + 1)

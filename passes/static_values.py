@@ -213,7 +213,8 @@ def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
         return False
     if before.count(1) != 1 or after.count(1) != 1:
         return False
-    return node.target is torch.ops.aten.unsqueeze.default or int(node.args[1]) % len(before) != before.index(1)  # type: ignore[call-overload]
+    cut: Any = node.args[1]
+    return node.target is torch.ops.aten.unsqueeze.default or cut % len(before) != before.index(1)
 
 
 def _is_size_of_input(node: fx.Node) -> bool:
@@ -266,7 +267,8 @@ def _samples(
 ) -> dict[fx.Node, dict[int, Tensor]]:
     """The values of every wanted node, by number of tokens."""
     samples: dict[fx.Node, dict[int, Tensor]] = {node: {} for node in wanted}
-    sizes = _probe_sizes(_constants(graph_module, _ancestors(wanted)), min(greatest, longest or greatest), longest) if wanted else []
+    constants = _constants(graph_module, _ancestors(wanted))
+    sizes = _probe_sizes(constants, min(greatest, longest or greatest), longest) if wanted else []
     for tokens in sizes:
         for node, value in _evaluate_or_stop(graph_module, nodes, wanted, tokens).items():
             samples[node][tokens] = value
@@ -297,7 +299,7 @@ def _write_shape(node: fx.Node, samples: Mapping[int, Tensor], symbol: Any) -> N
         dim: size
         for dim, expression in enumerate(shape_of(node))
         if token_factor(expression, symbol) == -1 and samples
-        if (size := _plain_size(node.graph, {tokens: value.shape[dim] for tokens, value in samples.items()})) is not None
+        if (size := _plain_size(node.graph, {at: value.shape[dim] for at, value in samples.items()})) is not None
     }
     if written:
         node.meta["val"] = node.meta["val"].new_empty([written.get(d, size) for d, size in enumerate(shape_of(node))])
@@ -333,7 +335,10 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
 def _is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:
     for dim in dims:
         larger = larger.narrow(dim, 0, smaller.shape[dim])
-    return torch.equal(smaller, larger) or bool(torch.equal(smaller.isnan(), larger.isnan()) and (smaller.nan_to_num() == larger.nan_to_num()).all())
+    if torch.equal(smaller, larger):
+        return True
+    same_gaps = torch.equal(smaller.isnan(), larger.isnan())
+    return same_gaps and bool((smaller.nan_to_num() == larger.nan_to_num()).all())
 
 
 def _drifts(samples: Sequence[Tensor], dim: int) -> bool:
@@ -362,4 +367,5 @@ def _first_of_range(value: Tensor, dim: int) -> int | None:
         return None
     flat = value.flatten()
     first = int(flat[0])
-    return first if torch.equal(flat, torch.arange(first, first + len(flat), device=flat.device, dtype=flat.dtype)) else None
+    numbers = torch.arange(first, first + len(flat), device=flat.device, dtype=flat.dtype)
+    return first if torch.equal(flat, numbers) else None

@@ -20,7 +20,7 @@ from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpEr
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.report import PassReport
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
 from tree_compile.passes.source import source_line
 from tree_compile.passes.token_rules import RULES, TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
 from tree_compile.runtime.attention import tree_attention
@@ -130,7 +130,7 @@ def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
     for result in node.all_input_nodes:
         value = known[result]
         assert isinstance(value, Value)
-        has_batch = shape_of(result)[:1] == (1,)
+        has_batch = [size_expression(size) for size in shape_of(result)[:1]] == [1]
         leading = value.axes[: 2 if has_batch else 1]
         if value.content is not None or leading not in ((None, TOKENS), (TOKENS,), (TOKENS, None)):
             raise _mixing(result, "the model returns it, and it is not one value for every token")

@@ -161,7 +161,7 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 for _operator in _operators(
-    "dropout masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar type_as copy lerp polar rsub "
+    "dropout fill zero masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar type_as copy lerp polar rsub "
     "__and__ __or__ multiply divide.Tensor divide.Scalar subtract true_divide absolute negative greater greater_equal "
     "less less_equal not_equal isclose isreal hardswish log_sigmoid special_xlogy special_expm1 special_log1p "
     "special_exp2 arccos arctan arctan2 ldexp fix copysign.Tensor"
@@ -312,6 +312,8 @@ def _group_norm(step: Step) -> Value:
     known = step.value("input")
     if any(axis is not None for axis in known.axes[1:]):
         raise Mixes("it normalizes over the tokens")
+    if step.arguments.get("running_mean") is not None and step["use_input_stats"] and known.has_tokens:
+        raise Mixes("it keeps statistics of the tokens of the batch")
     return known
 
 
@@ -377,7 +379,10 @@ def _squeeze(step: Step) -> Value:
     return Value(tuple(known.axes[dim] for dim in kept), known.content)
 
 
-@_rule("view.default reshape.default _unsafe_view.default _reshape_copy.default flatten.using_ints unflatten.int view_copy.default view_as reshape_as")
+@_rule(
+    "view.default reshape.default _unsafe_view.default _reshape_copy.default flatten.using_ints unflatten.int "
+    "view_copy.default view_as reshape_as"
+)
 def _view(step: Step) -> Value:
     """Sizes are taken apart into factors, in order, and put together again; T must stay whole."""
     known = step.raw(step.node.args[0])
@@ -768,8 +773,9 @@ def _histc(step: Step) -> Value:
 @_rule("bincount.default")
 def _bincount(step: Step) -> Value:
     content = step.raw(step["self"]).content
-    plain = isinstance(content, Keys) and step["weights"] is None
-    return Value((None,), Counts(content.order)) if plain else _counted(step)
+    if isinstance(content, Keys) and step["weights"] is None:
+        return Value((None,), Counts(content.order))
+    return _counted(step)
 
 
 def _counted(step: Step) -> Value:
@@ -796,7 +802,7 @@ def grouped_product(step: Step) -> Value:
     left, offsets = step.plain(step.node.args[0]), step.raw(_third(step))
     _require_plain_node(step, step.node.args[1])
     order = left.axes[0].order if left.axes[0] is not None else None
-    if order is None or offsets.content != Offsets(order):
+    if not isinstance(order, fx.Node) or offsets.content != Offsets(order):
         raise Mixes("its groups of rows are not those of the sort that put the rows in order")
     return Value((left.axes[0], None))
 
@@ -888,7 +894,8 @@ def _index_select(step: Step) -> Value:
     known = step.raw(step["self"])
     place = step.dim(step["dim"], len(known.axes))
     picked = _taken(step, known, place, step["index"]).axes
-    return Value((*known.axes[:place], *picked, *known.axes[place + 1 :]), known.content if len(known.axes) == 1 else None)
+    content = known.content if len(known.axes) == 1 else None
+    return Value((*known.axes[:place], *picked, *known.axes[place + 1 :]), content)
 
 
 @_rule("index_put.default")
@@ -901,10 +908,11 @@ def _index_put(step: Step) -> Value:
     if len(whole.axes) == 1 and len(indices) == 1 and not step["accumulate"]:
         numbers, put = step.raw(indices[0]), step.raw(values)
         axis = numbers.axes[0] if numbers.axes else None
-        is_sorted = axis is not None and isinstance(axis.order, fx.Node)
-        if isinstance(numbers.content, RowNumber) and is_sorted and _covers(numbers.content.axis, axis):
+        order = axis.order if axis is not None else None
+        is_sorted = isinstance(numbers.content, RowNumber) and _covers(numbers.content.axis, axis)
+        if isinstance(order, fx.Node) and isinstance(numbers.content, RowNumber) and is_sorted:
             if put in (Value((BLANK,), RowNumber(BLANK)), Value((TOKENS,), RowNumber(TOKENS))):
-                return Value((numbers.content.axis,), Slot(axis.order))
+                return Value((numbers.content.axis,), Slot(order))
             if put.axes == (axis,) and put.content is None:
                 return Value((numbers.content.axis,))
     raise Mixes("it writes rows by numbers that may belong to other tokens")
@@ -940,8 +948,8 @@ def _put_rows(step: Step, numbers: Any, values: Any) -> Value:
     return Value((TOKENS, *broadcast([Value(whole.axes[1:]), Value(value.axes[1:])])))
 
 
-def _covers(numbers: Axis, axis: Axis) -> bool:
-    return (numbers.left, numbers.right) == (axis.left, axis.right)
+def _covers(numbers: Axis, axis: Axis | None) -> bool:
+    return axis is not None and (numbers.left, numbers.right) == (axis.left, axis.right)
 
 
 @_rule("index_add.default")
@@ -953,7 +961,7 @@ def _index_add(step: Step) -> Value:
     same_entries = isinstance(content, RowNumber) and numbers.axes == (axis,)
     if axis is None or not same_entries or into is None or (into != BLANK and not _same_rows(content.axis, into)):  # type: ignore[union-attr]
         raise Mixes("it adds rows by numbers that may belong to other tokens")
-    rest = broadcast([Value(whole.axes[:place] + whole.axes[place + 1 :]), Value(added.axes[:place] + added.axes[place + 1 :])])
+    rest = broadcast(Value(value.axes[:place] + value.axes[place + 1 :]) for value in (whole, added))
     return Value((*rest[:place], Axis(content.axis.left, content.axis.right), *rest[place:]))  # type: ignore[union-attr]
 
 

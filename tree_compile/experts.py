@@ -53,9 +53,9 @@ def loops_over_all_experts(model: nn.Module) -> Iterator[None]:
     kinds = {type(module) for module in model.modules()}
     replaced = {kind: kind.forward for kind in kinds if (kind.__module__, kind.__name__) in _LOOPS}
     for kind in replaced:
-        kind.forward = _LOOPS[kind.__module__, kind.__name__]  # type: ignore[method-assign]
+        kind.forward = _LOOPS[kind.__module__, kind.__name__]
     try:
         yield
     finally:
         for kind, forward in replaced.items():
-            kind.forward = forward  # type: ignore[method-assign]
+            kind.forward = forward

@@ -82,16 +82,16 @@ def _own_backwards() -> Iterator[None]:
     def compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:
         return run(*args)
 
-    Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
     CheckpointFunction.apply = classmethod(compute)  # type: ignore[assignment]
     try:
         yield
     finally:
-        Function.apply = apply
+        Function.apply = apply  # type: ignore[method-assign]
         if checkpoint is None:
             del CheckpointFunction.apply
         else:
-            CheckpointFunction.apply = checkpoint
+            CheckpointFunction.apply = checkpoint  # type: ignore[method-assign]
 
 
 def _has_plain_derivative(function: type[Function]) -> bool:

@@ -1,0 +1,97 @@
+"""Regions with other settings of autograd are part of the graph with the gradients that the model has."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from tree_compile import treecompile
+from tree_compile.errors import RefusedModelError
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """Embeds, applies `middle`, and predicts."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 32)
+        self.middle = middle
+
+    def forward(self, input_ids):
+        return self.head(self.middle(self, self.embed(input_ids)))
+
+
+def gradients(middle):
+    torch.manual_seed(0)
+    model = Model(middle).double()
+    out = treecompile(model, backend="eager", min_shared_tokens=1)([[1, 2, 3, 4], [1, 2, 5]])
+    sum(part.square().sum() for part in out).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def without_gradients(model, hidden):
+    with torch.no_grad():
+        gate = model.inner(hidden).sigmoid()
+        place = gate.argmax(-1, keepdim=True)
+    return hidden * gate + place
+
+
+def test_region_without_gradients_is_exact():
+    assert treecompile(Model(without_gradients).double(), backend="eager").check().ok
+
+
+def test_gradients_switched_on_inside_of_a_region_without_are_exact():
+    def middle(model, hidden):
+        with torch.no_grad():
+            scaled = hidden * 2
+            with torch.enable_grad():
+                inner = model.inner(scaled)
+            gate = inner.sigmoid()
+        return hidden * gate + inner
+
+    assert treecompile(Model(middle).double(), backend="eager").check().ok
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_has_the_gradients_of_what_it_computes(use_reentrant):
+    def middle(model, hidden):
+        return checkpoint(model.inner, hidden, use_reentrant=use_reentrant)
+
+    plain = gradients(lambda model, hidden: model.inner(hidden))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(middle), plain, strict=True))
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(_context, value):
+        return value * 1
+
+    @staticmethod
+    def backward(_context, gradient):
+        return -gradient
+
+
+def test_backward_written_by_hand_is_refused_at_its_line():
+    with pytest.raises(RefusedModelError, match="Reversal") as raised:
+        treecompile(Model(lambda _model, hidden: Reversal.apply(hidden)).double(), backend="eager").check()
+    assert raised.value.where.file == __file__
+    assert "Reversal.apply" in raised.value.where.code
+
+
+def test_functions_are_themselves_again_after_a_refusal():
+    apply = torch.autograd.Function.__dict__["apply"]
+    test_backward_written_by_hand_is_refused_at_its_line()
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert "apply" not in CheckpointFunction.__dict__
+
+
+def test_backward_written_by_hand_is_of_no_matter_where_no_gradient_is_asked():
+    def middle(_model, hidden):
+        with torch.no_grad():
+            return Reversal.apply(hidden)
+
+    assert treecompile(Model(middle).double(), backend="eager").check().ok

@@ -1,0 +1,230 @@
+"""Rules of the token-axis proof: each accepts what works token by token, and refuses the same where it mixes tokens."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tree_compile import treecompile
+from tree_compile.errors import TokenMixingError, UnknownOpError
+
+WIDTH, EXPERTS = 8, 4
+
+
+class Model(nn.Module):
+    """Embeds, applies `middle` to [1, T, WIDTH], and predicts."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 32)
+        self.middle = middle
+
+    def forward(self, input_ids):
+        return self.head(self.middle(self, self.embed(input_ids)))
+
+
+def is_exact(middle):
+    return treecompile(Model(middle).double(), backend="eager").check().ok
+
+
+def refusal(middle, error=TokenMixingError):
+    with pytest.raises(error) as raised:
+        treecompile(Model(middle).double(), backend="eager", self_check=False).check()
+    return str(raised.value)
+
+
+# Rows that a mask chooses
+
+
+def route(model, rows):
+    return model.router(rows).softmax(-1).topk(2, dim=-1)
+
+
+def loop_with_where(model, hidden):
+    rows = hidden.reshape(-1, WIDTH)
+    weights, chosen = route(model, rows)
+    mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    result = torch.zeros_like(rows)
+    for expert in range(EXPERTS):
+        slot, token = torch.where(mask[expert])
+        result.index_add_(0, token, F.linear(rows[token], model.experts[expert]) * weights[token, slot, None])
+    return result.view_as(hidden)
+
+
+def loop_with_mask(model, hidden):
+    rows = hidden.reshape(-1, WIDTH)
+    _, chosen = route(model, rows)
+    result = torch.zeros_like(rows)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        result[mask] = result[mask] + F.linear(rows[mask], model.experts[expert])
+    return result.view_as(hidden)
+
+
+def loop_with_nonzero(model, hidden):
+    rows = hidden.reshape(-1, WIDTH)
+    _, chosen = route(model, rows)
+    result = torch.zeros_like(rows)
+    for expert in range(EXPERTS):
+        token = (chosen[:, 0] == expert).nonzero().squeeze(-1)
+        result = result.index_add(0, token, F.linear(rows.index_select(0, token), model.experts[expert]))
+    return result.view_as(hidden)
+
+
+def loop_that_writes_rows(model, hidden):
+    rows = hidden.reshape(-1, WIDTH)
+    _, chosen = route(model, rows)
+    result = torch.zeros_like(rows)
+    for expert in range(EXPERTS):
+        (token,) = torch.where(chosen[:, 0] == expert)
+        result[token] = F.linear(rows[token], model.experts[expert])
+    return result.view_as(hidden)
+
+
+@pytest.mark.parametrize("loop", [loop_with_where, loop_with_mask, loop_with_nonzero, loop_that_writes_rows])
+def test_loop_over_experts_is_exact(loop):
+    assert is_exact(loop)
+
+
+def test_chosen_rows_put_back_by_another_mask_are_refused():
+    def middle(_model, hidden):
+        rows = hidden[0]
+        first, second = rows[:, 0] > 0, rows[:, 1] > 0
+        torch._check(first.sum().item() == second.sum().item())
+        result = rows.clone()
+        result[second] = rows[first]
+        return result[None]
+
+    assert "may belong to other tokens" in refusal(middle)
+
+
+def test_rows_added_by_numbers_of_another_choice_are_refused():
+    def middle(_model, hidden):
+        rows = hidden[0]
+        (first,), (second,) = torch.where(rows[:, 0] > 0), torch.where(rows[:, 1] > 0)
+        torch._check(first.shape[0] == second.shape[0])
+        return torch.zeros_like(rows).index_add(0, second, rows[first])[None]
+
+    assert "may belong to other tokens" in refusal(middle)
+
+
+def test_rows_that_are_written_several_times_are_refused():
+    def middle(model, hidden):
+        rows = hidden[0]
+        _, chosen = route(model, rows)
+        token, _slot = torch.where(chosen > 1)
+        result = torch.zeros_like(rows)
+        result[token] = rows[token]
+        return result[None]
+
+    assert "may belong to other tokens" in refusal(middle)
+
+
+def test_softmax_over_chosen_rows_is_refused():
+    def middle(_model, hidden):
+        rows = hidden[0]
+        mask = rows[:, 0] > 0
+        result = rows.clone()
+        result[mask] = rows[mask].softmax(0)
+        return result[None]
+
+    assert "takes a softmax along the tokens" in refusal(middle)
+
+
+def test_sum_over_chosen_rows_is_refused():
+    def middle(_model, hidden):
+        return hidden + hidden[0][hidden[0, :, 0] > 0].sum(0)
+
+    assert "reduces along the tokens" in refusal(middle)
+
+
+def test_chosen_row_numbers_are_not_a_permutation():
+    def middle(_model, hidden):
+        rows = hidden[0]
+        (token,) = torch.where(rows[:, 0] > 0)
+        return torch.zeros_like(rows).index_add(0, token.argsort(), rows[token])[None]
+
+    assert "numbers of rows" in refusal(middle)
+
+
+def test_numbers_of_chosen_rows_are_not_values():
+    def middle(_model, hidden):
+        rows = hidden[0]
+        (token,) = torch.where(rows[:, 0] > 0)
+        return torch.zeros_like(rows).index_add(0, token, rows[token] * token[:, None])[None]
+
+    assert "numbers of rows" in refusal(middle)
+
+
+def test_chosen_rows_cannot_be_returned():
+    def middle(_model, hidden):
+        return hidden[0][hidden[0, :, 0] > 0]
+
+    assert "not one value for every token" in refusal(middle)
+
+
+def test_one_value_written_where_a_mask_says_is_exact():
+    def middle(_model, hidden):
+        result = hidden.clone()
+        result[hidden > 0.5] = 0.25
+        return result
+
+    assert is_exact(middle)
+
+
+def test_a_mean_of_all_tokens_written_where_a_mask_says_is_refused():
+    def middle(_model, hidden):
+        result = hidden.clone()
+        result[hidden > 0.5] = hidden.mean()
+        return result
+
+    assert "reduces along the tokens" in refusal(middle)
+
+
+# Products and functions of rows
+
+
+def exact_operations():
+    vector = torch.arange(WIDTH, dtype=torch.float64)
+    return {
+        "multiply": lambda _m, x: torch.multiply(x, x),
+        "divide": lambda _m, x: torch.divide(x, 3),
+        "prelu": lambda _m, x: F.prelu(x, torch.full((), 0.1, dtype=x.dtype)),
+        "glu": lambda _m, x: F.glu(torch.cat([x, x * 2], -1)),
+        "outer": lambda _m, x: torch.outer(x[0, :, 0], vector)[None],
+        "matrix times vector": lambda _m, x: x + torch.mv(x[0], vector)[None, :, None],
+        "cosine": lambda _m, x: x * F.cosine_similarity(x, x.flip(-1), dim=-1)[..., None],
+        "buckets": lambda m, x: x * torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype)),
+        "view_as": lambda _m, x: (x[0] * 2).view_as(x),
+        "quantile": lambda _m, x: x - x.quantile(0.5, dim=-1, keepdim=True),
+    }
+
+
+@pytest.mark.parametrize("name", exact_operations())
+def test_operation_on_every_row_is_exact(name):
+    assert is_exact(exact_operations()[name])
+
+
+MIXING = {
+    "outer": (lambda _m, x: x * torch.outer(x[0, :, 0], x[0, :, 0]).sum(), "every token to every other"),
+    "matrix times vector": (lambda _m, x: x + torch.mv(x[0].t(), x[0, :, 0]), "sums over the tokens"),
+    "dot": (lambda _m, x: x * torch.dot(x[0, :, 0], x[0, :, 1]), "sums over the tokens"),
+    "cosine": (lambda _m, x: x * F.cosine_similarity(x, x * x, dim=1)[:, None], "reduces along the tokens"),
+    "buckets": (lambda _m, x: x * torch.bucketize(x, x[0, :, 0]), "its boundaries depends on the tokens"),
+    "quantile": (lambda _m, x: x - x.quantile(0.5, dim=1, keepdim=True), "reduces along the tokens"),
+    "special softmax": (lambda _m, x: torch.special.softmax(x, 1), "takes a softmax along the tokens"),
+    "moveaxis": (lambda _m, x: x + torch.moveaxis(x, 1, 0).sum(0), "reduces along the tokens"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_same_operation_over_rows_is_refused(name):
+    middle, why = MIXING[name]
+    assert why in refusal(middle)
+
+
+def test_operation_without_a_rule_is_refused():
+    assert "renorm" in refusal(lambda _m, x: torch.renorm(x, 2, 0, 1.0), UnknownOpError)

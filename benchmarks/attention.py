@@ -106,11 +106,20 @@ def pair_ideal(table: Tensor) -> float:
 
 def shared_step(case: Case, table: Tensor, inputs: list[Tensor], grad: Tensor) -> Callable[[], None]:
     """Forward and backward of the tree as one row."""
+    query, key, value = inputs
     position, subtree_end = torch.empty(0), torch.empty(0)  # only CUDA reads them
 
     def step() -> None:
         out = tree_attention(
-            *inputs, table, position, subtree_end, scale=WIDTH**-0.5, window=case.window, softcap=case.softcap
+            query,
+            key,
+            value,
+            table,
+            position,
+            subtree_end,
+            scale=WIDTH**-0.5,
+            window=case.window,
+            softcap=case.softcap,
         )
         torch.autograd.grad(out, inputs, grad)
 

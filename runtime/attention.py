@@ -57,7 +57,7 @@ def tree_attention(
         ValueError: shapes or dtypes do not fit together.
     """
     query, key, value = _autocast(query, key, value)
-    _check(query, key, value, segments)
+    _check(query, key, value)
     if query.device.type == "cuda":
         score = Score(scale, window, chunk, softcap, key_bias, pair_bias)
         return flex_tree_attention(query, key, value, segments, position, subtree_end, sinks, score)
@@ -72,7 +72,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.dim() != 4 or query.shape[0] != 1:
         raise ValueError(f"query must be [1, heads, tokens, width], not {tuple(query.shape)}")
     if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[1] % key.shape[1] != 0:
@@ -83,5 +83,3 @@ def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
         raise ValueError(f"query is {query.shape[3]} wide and key is {key.shape[3]} wide")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
-    if segments.dim() != 2 or segments.shape[0] < 2 or segments.shape[1] != 5:
-        raise ValueError(f"segments must be [at least 2, 5], not {tuple(segments.shape)}")

@@ -5,6 +5,8 @@ Heads are grouped as [Hk, group, T, width], so that shared key heads are never c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -17,6 +19,14 @@ __all__ = ["attention_op"]
 
 # The most scores of one block call where the mask differs between heads and so is one number per score.
 _MASK_BUDGET = 1 << 23
+
+
+class _Inputs(NamedTuple):
+    """Query [Hk, group, T, D], key [Hk, 1, T, D] and value [Hk, 1, T, Dv], or their gradients."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 @torch.library.custom_op("tree_compile::tree_attention", mutates_args=(), device_types="cpu")
@@ -39,8 +49,9 @@ def attention_op(
     out, lse = _empty_outputs(query, value)
     total = out.zero_() if out.dtype == lse.dtype else torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(float("-inf"))
-    grouped = [_group(tensor, heads) for tensor in (query, key, value, total, lse)]
-    _forward(*grouped, _schedule(segments, score, query.shape[1]), score)
+    inputs = _grouped_inputs(query, key, value)
+    plan = _schedule(segments, score, query.shape[1])
+    _forward(inputs, _group(total, heads), _group(lse, heads), plan, score)
     if sinks is not None:
         sink = sinks.to(lse.dtype)[None, :, None]
         total.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))
@@ -80,8 +91,9 @@ def _backward_op(
     results = _empty_gradients(query, key, value, sinks)
     exact = query.dtype == lse.dtype
     totals = [result.zero_() if exact else torch.zeros_like(result, dtype=lse.dtype) for result in results[:3]]
-    grouped = [_group(tensor, heads) for tensor in (grad, query, key, value, out, lse, totals[0])]
-    _backward(*grouped, totals[1][0], totals[2][0], _schedule(segments, score, query.shape[1]), score)
+    inputs, sums = _grouped_inputs(query, key, value), _grouped_inputs(*totals)
+    plan = _schedule(segments, score, query.shape[1])
+    _backward(inputs, _group(grad, heads), _group(out, heads), _group(lse, heads), sums, plan, score)
     if not exact:
         for result, total in zip(results[:3], totals, strict=True):
             result.copy_(total)
@@ -112,19 +124,26 @@ attention_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    # Tokens outside of heads, as the stock kernels lay it out: models transpose and flatten next.
-    batch, heads, tokens, _ = query.shape
-    out = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return out, query.new_empty(batch, heads, tokens, dtype=dtype)
+    return _empty_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
 
 
 def _empty_gradients(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    to_query, to_key, to_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+    to_query, to_key, to_value = (_empty_heads(tensor, tensor.shape[3]) for tensor in (query, key, value))
     to_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return to_query, to_key, to_value, to_sinks
+
+
+def _empty_heads(like: Tensor, width: int) -> Tensor:
+    """[1, heads, T, width], with a token's heads side by side: models flatten them next, or come from there."""
+    batch, heads, tokens, _ = like.shape
+    return like.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
+def _grouped_inputs(query: Tensor, key: Tensor, value: Tensor) -> _Inputs:
+    return _Inputs(*(_group(tensor, key.shape[1]) for tensor in (query, key, value)))
 
 
 def _group(tensor: Tensor, heads: int) -> Tensor:
@@ -160,11 +179,9 @@ def _schedule(segments: Tensor, score: Score, heads: int) -> Schedule:
     return schedule(segments, score.window, score.chunk, score.plain, block)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, total: Tensor, lse: Tensor, plan: Schedule, score: Score
-) -> None:
+def _forward(inputs: _Inputs, total: Tensor, lse: Tensor, plan: Schedule, score: Score) -> None:
     """Add every call's keys to the softmax of its query rows."""
-    query, key, value = _for_kernel(score, query, key, value)
+    query, key, value = _for_kernel(score, *inputs)
     for call in plan.calls:
         rows = slice(call.start, call.end)
         part, part_lse = forward_call(
@@ -180,36 +197,26 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    to_query: Tensor,
-    to_key: Tensor,
-    to_value: Tensor,
-    plan: Schedule,
-    score: Score,
+    inputs: _Inputs, grad: Tensor, out: Tensor, lse: Tensor, totals: _Inputs, plan: Schedule, score: Score
 ) -> None:
-    """Add every call's part to the gradients."""
-    width, value_width = query.shape[3], value.shape[3]
-    grad, query, key, value, out = _for_kernel(score, grad, query, key, value, out)
+    """Add every call's part to the gradients of the inputs."""
+    width, value_width = inputs.query.shape[3], inputs.value.shape[3]
+    query, key, value, grad, out = _for_kernel(score, *inputs, grad, out)
     for call in plan.calls:
         rows = slice(call.start, call.end)
         part_query, part_key, part_value = backward_call(
-            grad[:, :, rows],
             query[:, :, rows],
             gather(key, call.keys, 2),
             gather(value, call.keys, 2),
+            grad[:, :, rows],
             out[:, :, rows],
             lse[:, :, rows],
             call_mask(call, plan, score, lse.dtype),
             score,
         )
-        to_query[:, :, rows] += part_query[..., :width]
-        add_at(to_key, call.keys, part_key[..., :width])
-        add_at(to_value, call.keys, part_value[..., :value_width])
+        totals.query[:, :, rows] += part_query[..., :width]
+        add_at(totals.key[:, 0], call.keys, part_key[..., :width])
+        add_at(totals.value[:, 0], call.keys, part_value[..., :value_width])
 
 
 def _for_kernel(score: Score, *tensors: Tensor) -> list[Tensor]:

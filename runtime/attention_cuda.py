@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
 from tree_compile.runtime.attention_score import Score
 from tree_compile.runtime.block_mask import tree_block_mask
@@ -29,11 +30,29 @@ def flex_tree_attention(
 ) -> Tensor:
     """`tree_attention` by flex_attention; arguments and result as there.
 
-    Inside a compiled graph it is traced with the rest; elsewhere flex_attention alone is compiled, since without
-    compilation it would make every score.
+    Inside a compiled graph it is traced with the rest; elsewhere it is compiled by itself, since flex_attention without
+    compilation makes all scores.
     """
-    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex
-    out, aux = flex(
+    arguments = (query, key, value, segments, position, subtree_end, sinks, score)
+    if torch.compiler.is_compiling():
+        return _attend(*arguments)
+    # The kernels take no symbolic floats, and the options of a model are few.
+    with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
+        out: Tensor = _compiled_attend(*arguments)
+        return out
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor,
+    position: Tensor,
+    subtree_end: Tensor,
+    sinks: Tensor | None,
+    score: Score,
+) -> Tensor:
+    outputs: tuple[Tensor, AuxOutput] = flex_attention(
         _at_least_narrowest(query),
         _at_least_narrowest(key),
         _at_least_narrowest(value),
@@ -41,16 +60,16 @@ def flex_tree_attention(
         block_mask=tree_block_mask(segments, position, subtree_end, score.window, score.chunk),
         scale=score.scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True) if sinks is not None else AuxRequest(),
+        return_aux=AuxRequest(lse=sinks is not None),
     )
-    out = out[..., : value.shape[3]]
-    if sinks is None:
+    out, lse = outputs[0][..., : value.shape[3]], outputs[1].lse
+    if sinks is None or lse is None:
         return out
     # The sink's share of the softmax has the value 0, so it only scales what the keys give.
-    return (out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1)).to(out.dtype)
+    return (out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(out.dtype)
 
 
-_compiled_flex = torch.compile(flex_attention, dynamic=True)
+_compiled_attend: Any = torch.compile(_attend, dynamic=True, fullgraph=True)
 
 
 def _at_least_narrowest(tensor: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ key head without a copy; a score's biases are [Hk or 1, group or 1, 1 or T, T].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from tree_compile.runtime.attention_schedule import Call, Keys, Schedule
 from tree_compile.runtime.attention_score import Score
 
 __all__ = ["add_at", "backward_call", "call_mask", "forward_call", "gather"]
+
+# Scores of a soft-capped call that are made at once: a few megabytes with their derivatives.
+_CACHED_SCORES = 1 << 18
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -84,7 +89,8 @@ def forward_call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     A query that sees nothing has output 0 and log-sum-exp 0.
     """
     if score.softcap:
-        return _capped_forward(query, key, value, mask, score)
+        out, lse = _by_heads(_capped_forward, (query, key, value), mask, score)
+        return out, lse
     key, value = (shared.expand(-1, query.shape[1], -1, -1) for shared in (key, value))
     result: tuple[Tensor, Tensor] = _flash_forward(
         query, key, value, 0.0, mask is None, attn_mask=mask, scale=score.scale
@@ -93,10 +99,10 @@ def forward_call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def backward_call(
-    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    grad: Tensor,
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
@@ -107,7 +113,9 @@ def backward_call(
     `out` and `lse` are those of the whole softmax, over all calls and the sink: then the parts add up.
     """
     if score.softcap:
-        return _capped_backward(grad, query, key, value, out, lse, mask, score)
+        inputs = (query, key, value, grad, out, lse)
+        to_query, to_key, to_value = _by_heads(_capped_backward, inputs, mask, score)
+        return to_query, to_key, to_value
     key, value = (shared.expand(-1, query.shape[1], -1, -1) for shared in (key, value))
     to_query, to_key, to_value = _flash_backward(
         grad, query, key, value, out, lse, 0.0, mask is None, attn_mask=mask, scale=score.scale
@@ -117,6 +125,22 @@ def backward_call(
 
 def _sum_group(tensor: Tensor) -> Tensor:
     return tensor[:, 0] if tensor.shape[1] == 1 else tensor.sum(1)
+
+
+def _by_heads(
+    function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], mask: Tensor | None, score: Score
+) -> list[Tensor]:
+    """`function(*tensors, mask, score)` over a few key heads at a time; `tensors` are the query, the key and others."""
+    query, key = tensors[:2]
+    step = max(1, _CACHED_SCORES // (query.shape[1] * query.shape[2] * key.shape[2]))
+    if step >= query.shape[0]:
+        return list(function(*tensors, mask, score))
+    parts = []
+    for first in range(0, query.shape[0], step):
+        heads = slice(first, first + step)
+        own_mask = mask if mask is None or mask.dim() == 2 or mask.shape[0] == 1 else mask[heads]
+        parts.append(function(*(tensor[heads] for tensor in tensors), own_mask, score))
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def _capped_forward(
@@ -130,10 +154,10 @@ def _capped_forward(
 
 
 def _capped_backward(
-    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    grad: Tensor,
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,

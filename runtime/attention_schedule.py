@@ -15,6 +15,7 @@ bounded: a path that gets shorter inside a block must be grown again token by to
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ class Segment(NamedTuple):
     position: int
 
 
-class Keys(NamedTuple):
+@dataclass(frozen=True)
+class Keys:
     """Ascending key rows: as ranges, or as an index where the ranges would be many."""
 
     count: int
@@ -83,7 +85,12 @@ def schedule(table: Tensor, window: int, chunk: int, by_segment: bool, block: in
         chunk: as in `tree_attention`.
         by_segment: allow segment calls; a query may then be in several calls, whose results must be merged.
         block: the most query rows of a block call.
+
+    Raises:
+        ValueError: the table is not one of segments.
     """
+    if table.dim() != 2 or table.shape[1] != len(Segment._fields) or table.dtype != torch.int64:
+        raise ValueError(f"segments must be int64 [S, {len(Segment._fields)}], not {table.dtype} {tuple(table.shape)}")
     return _cached_schedule(table.numpy().tobytes(), window, chunk, by_segment, block)
 
 

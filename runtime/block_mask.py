@@ -14,6 +14,8 @@ __all__ = ["TILE", "tree_block_mask"]
 
 TILE = 128
 
+_TABLES = tuple(f"{kind}_{part}" for kind in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices"))
+
 Tiles = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 
@@ -33,8 +35,6 @@ def tree_block_mask(segments: Tensor, position: Tensor, subtree_end: Tensor, win
         `create_block_mask` lists; with them it may list a few empty tiles more, and a few full ones as partial.
     """
     length, *tables = block_tables(segments, subtree_end, window, chunk)
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    names += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
     # Padding rows are roots of their own in `subtree_end`; `length` hides them even from themselves.
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -50,7 +50,7 @@ def tree_block_mask(segments: Tensor, position: Tensor, subtree_end: Tensor, win
         seq_lengths=(tokens, tokens),
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=visible,
-        **dict(zip(names, tables, strict=True)),
+        **dict(zip(_TABLES, tables, strict=True)),
     )
 
 

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from tree_compile.errors import TokenMixingError
+from tree_compile.passes.random import draws
 from tree_compile.passes.report import PassReport
+from tree_compile.passes.shapes import call
 from tree_compile.passes.source import source_line
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
-_MAYBE_VIEWS = {
-    torch.ops.aten.contiguous.default,
-    torch.ops.aten.to.dtype,
-    torch.ops.aten.to.dtype_layout,
-    torch.ops.aten.to.device,
-    torch.ops.aten.type_as.default,
-    torch.ops.aten.reshape.default,
+_INACTIVE_COPIES = {
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default,
 }
-"""The value may be the first argument itself, or a copy of it."""
+"""The model gets the first argument itself from these where they do nothing; in a capture it gets a copy."""
+_OPERATORS = {"__ior__": "bitwise_or", "__iand__": "bitwise_and", "__ixor__": "bitwise_xor"}
 _SCATTERS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
@@ -44,9 +44,10 @@ class Functionalize:
         for node in list(graph.nodes):
             if node.op == "call_function" and _operator_name(node) in _ASSERTS:
                 graph.erase_node(node)
+        memory = _Memory(graph)
         for node in list(graph.nodes):
             if node.op == "call_function" and writes(node):
-                _replace_write(graph, node)
+                _replace_write(graph, node, memory)
         for node in list(graph.nodes):
             if node.target is torch.ops.aten.type_as.default:
                 # The other tensor gives its dtype alone; its values are of no use.
@@ -60,87 +61,124 @@ def _operator_name(node: fx.Node) -> str:
 
 def writes(node: fx.Node) -> bool:
     """Whether the node changes one of its arguments in place."""
-    schema = getattr(node.target, "_schema", None)
+    schema = _schema(node)
     return schema is not None and schema.is_mutable
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether the node's value always shares memory with its first argument."""
-    if node.target in _MAYBE_VIEWS:
-        return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns or not node.args:
-        return False
-    aliases = schema.arguments[0].alias_info
-    return aliases is not None and not aliases.is_write
+def _schema(node: fx.Node) -> Any:
+    return getattr(node.target, "_schema", None)
 
 
-def _root(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+class _Memory:
+    """Which nodes share memory, as they did while the model was traced.
+
+    The fake tensors of a capture have fake storages: two tensors share one exactly where the model's do.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._nodes: dict[int, list[fx.Node]] = {}
+        self._same: dict[int, int] = {}
+        for node in graph.nodes:
+            for storage in () if _is_only_copied(node) else _storages(node):
+                self._nodes.setdefault(storage, []).append(node)
+            if node.target in _INACTIVE_COPIES and not draws(node):
+                self._unite(node, node.args[0])
+
+    def _unite(self, first: fx.Node, second: Any) -> None:
+        one, other = (self._place(next(_storages(node))) for node in (first, second))
+        if one != other:
+            self._same[one] = other
+            self._nodes[other] = sorted(self._nodes[other] + self._nodes.pop(one))
+
+    def _place(self, storage: int) -> int:
+        while storage in self._same:
+            storage = self._same[storage]
+        return storage
+
+    def sharing(self, node: fx.Node) -> list[fx.Node]:
+        """All nodes that share memory with `node`, in order; the first stands for the whole of that memory."""
+        return self._nodes[self._place(next(_storages(node)))]
+
+    def rewritten(self, old: fx.Node, whole: fx.Node, value: fx.Node) -> None:
+        """From now on `whole` stands for the whole of the memory of `old`, and `value` is a part of it."""
+        nodes = self.sharing(old)
+        nodes[:] = [whole, *(node for node in nodes if node is not whole), value]
 
 
-def _replace_write(graph: fx.Graph, node: fx.Node) -> None:
-    written = node.args[0]
-    assert isinstance(written, fx.Node)
-    root = _root(written)
-    if root.op != "call_function":
+def _is_only_copied(node: fx.Node) -> bool:
+    """Whether `node` is a constant of the model's code, which the model copies before it does anything else with it."""
+    return node.op == "get_attr" and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+
+
+def _storages(node: fx.Node) -> Iterator[int]:
+    value = node.meta.get("val")
+    for tensor in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(tensor, Tensor):
+            yield tensor.untyped_storage()._cdata
+
+
+def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
+    written = _written(node)
+    sharing = memory.sharing(written)
+    if any(other.op != "call_function" for other in sharing):
         raise _refusal(node, "it writes into a parameter, a buffer or an input of the model")
+    later = _later(node)
+    root = sharing[0]
+    read_later = {other for other in sharing if other not in later and any(user in later for user in other.users)}
+    if read_later - {root, written, node}:
+        raise _refusal(node, "another view of the tensor that it changes is used afterwards")
     with graph.inserting_before(node):
         value = _functional(graph, node)
-        value.meta = dict(node.meta)
-        whole = value if written is root else _written_back(graph, node, value, written, root)
-    later = _later(node)
-    _require_no_other_views(node, root, written, later)
-    _require_source_unused(node, root, later)
+        whole = value if written is root or root not in read_later else _written_back(graph, node, value, root)
     for old, new in {root: whole, written: value}.items():
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later and user is not node)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
+    memory.rewritten(written, whole, value)
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The tensor that `node` changes, which must be its first argument alone."""
+    changed = [argument.alias_info is not None and argument.alias_info.is_write for argument in _schema(node).arguments]
+    written = node.args[0] if node.args else None
+    if not changed[0] or any(changed[1:]) or not isinstance(written, fx.Node) or len(list(_storages(written))) != 1:
+        raise _refusal(node, "it changes more than one tensor in place")
+    return written
 
 
 def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What `node` leaves in the tensor that it changes."""
     target: Any = node.target
-    packet = getattr(torch.ops.aten, target._opname.removesuffix("_"), None)
     if target._opname == "copy_":
-        return _copied(graph, node)
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is None or target.namespace != "aten" or not target._opname.endswith("_"):
-        raise _refusal(node, "it changes a tensor in place, and has no form that does not")
-    return graph.call_function(overload, node.args, node.kwargs)
+        value = _copied(graph, node)
+    else:
+        name = _OPERATORS.get(target._opname, target._opname.removesuffix("_"))
+        overload = getattr(getattr(torch.ops.aten, name, None), target._overloadname, None)
+        if overload is None or target.namespace != "aten" or name == target._opname:
+            raise _refusal(node, "it changes a tensor in place, and has no form that does not")
+        value = call(graph, overload, node.args, node.meta, **node.kwargs)
+    dtype = node.meta["val"].dtype
+    if value.meta["val"].dtype != dtype:
+        value = call(graph, torch.ops.aten.to.dtype, (value, dtype), node.meta)
+    value.meta = dict(node.meta)
+    return value
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """What `copy_` leaves behind: its source in the shape and dtype of its target (`aten.copy` has no derivative)."""
     written, source, *_ = node.args
-    same = graph.call_function(torch.ops.aten.expand_as.default, (source, written))
-    same.meta = dict(node.meta)
-    return graph.call_function(torch.ops.aten.type_as.default, (same, written))
+    return call(graph, torch.ops.aten.expand_as.default, (source, written), node.meta)
 
 
-def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, written: fx.Node, root: fx.Node) -> fx.Node:
-    """The whole tensor `root` after `value` was written through the view `written` of it."""
-    if not any(user in _later(node) for user in _aliases(root) if user is not written):
-        users_later = [user for user in root.users if user in _later(node)]
-        if not users_later:
-            return value
-    scatter = _SCATTERS.get(written.target)  # type: ignore[call-overload]
+def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, root: fx.Node) -> fx.Node:
+    """The whole tensor `root` after `value` was written through a view of it."""
+    written: Any = node.args[0]
+    scatter = _SCATTERS.get(written.target)
     if scatter is None or written.args[0] is not root:
         raise _refusal(node, "it changes a part of a tensor in place")
     whole = graph.call_function(scatter, (root, value, *written.args[1:]))
     whole.meta = dict(root.meta)
     return whole
-
-
-def _aliases(root: fx.Node) -> Iterator[fx.Node]:
-    """Views of `root`, and views of those."""
-    stack = list(root.users)
-    while stack:
-        user = stack.pop()
-        if user.op == "call_function" and _is_view(user) and user.args[0] is not None and _root(user) is root:
-            yield user
-            stack.extend(user.users)
 
 
 def _later(node: fx.Node) -> set[fx.Node]:
@@ -149,23 +187,6 @@ def _later(node: fx.Node) -> set[fx.Node]:
         later.add(current)
         current = current.next
     return later
-
-
-def _require_no_other_views(node: fx.Node, root: fx.Node, written: fx.Node, later: set[fx.Node]) -> None:
-    for alias in _aliases(root):
-        made_before = alias not in later and alias is not written and alias is not node
-        if made_before and any(user in later for user in alias.users):
-            raise _refusal(node, "another view of the tensor that it changes is used afterwards")
-
-
-def _require_source_unused(node: fx.Node, root: fx.Node, later: set[fx.Node]) -> None:
-    """What `root` may be a copy of must not be read any more, since the write may or may not reach it."""
-    while root.target in _MAYBE_VIEWS:
-        source: Any = root.args[0]
-        root = _root(source)
-        users = {*root.users, *(user for alias in _aliases(root) for user in alias.users)}
-        if root.op != "call_function" or any(user in later for user in users):
-            raise _refusal(node, "it changes a tensor in place that may share memory with another")
 
 
 def _refusal(node: fx.Node, why: str) -> TokenMixingError:

@@ -54,12 +54,12 @@ def inherited(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in ("stack_trace", "nn_module_stack") if name in meta}
 
 
-def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any]) -> fx.Node:
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], **keywords: Any) -> fx.Node:
     """Inserts a call with the origin `meta` and the fake value that its arguments give it."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, keywords)
     node.meta = inherited(meta)
-    values = fx.map_arg(args, lambda source: source.meta["val"])
+    values, named = fx.map_arg((args, keywords), lambda source: source.meta["val"])
     fake = next(value for value in values if isinstance(value, Tensor))
     with fake.fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **named)
     return node

@@ -190,7 +190,8 @@ def _send(sender: Connection, model_type: str) -> None:
     try:
         sender.send(examine(model_type))
     except Exception as error:
-        sender.send(Result(model_type, "crashes", error=_first_line(error), where=_last_frame(error)))
+        outcome = "cannot be built" if "allocate memory" in str(error) else "crashes"
+        sender.send(Result(model_type, outcome, error=_first_line(error), where=_last_frame(error)))
 
 
 def _last_frame(error: BaseException) -> str:

@@ -65,8 +65,14 @@ def default_keywords(model: nn.Module) -> dict[str, Any]:
     """Keyword arguments that every call of the model gets: `use_cache=False` where the model knows it."""
     parameters = inspect.signature(model.forward).parameters
     passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = "use_cache" in parameters or (passes_on and hasattr(getattr(model, "config", None), "use_cache"))
+    known = "use_cache" in parameters or (passes_on and any(hasattr(config, "use_cache") for config in _configs(model)))
     return {"use_cache": False} if known else {}
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The model's config, and that of its text part where it has one."""
+    config = getattr(model, "config", None)
+    return [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
 
 
 def check_not_wrapped(model: Any) -> None:

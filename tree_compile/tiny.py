@@ -19,6 +19,10 @@ _SIZES: dict[str, Any] = {
     "intermediate_size_mlp": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
@@ -112,6 +116,11 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "xlnet": {"d_head": 16},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 

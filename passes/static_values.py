@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.passes.random import draws
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
 GREATEST_TABLE = 1 << 21
+FIRST_REACH = 1_024
+"""Greatest T that a first classification holds for, at least; `find_static_values` can be asked for more."""
 _SIZES = (2, 3, 5, 8, 13, 41)
 _SENTINEL = 1 << 40
+"""Numbers from here on mean "to the end" in slices."""
+_SMALL_BUFFER = 64
 
 
 @dataclass(frozen=True)
@@ -99,26 +106,33 @@ class StaticValues:
     proved_length: int | None
 
 
-def find_static_values(graph_module: fx.GraphModule, longest: int | None = None) -> StaticValues:
+def find_static_values(
+    graph_module: fx.GraphModule, longest: int | None = None, reach: int = FIRST_REACH
+) -> StaticValues:
     """Finds and classifies the static values of a captured graph (without in-place operations).
 
     Args:
         graph_module: the graph. The shapes of static values that only look as if they depended on T in some other way
             are written as what they are.
         longest: the greatest T that the graph holds for; None where there is no limit.
+        reach: the T up to which values are evaluated at least, whichever constants occur in the graph.
     """
     symbol = token_symbol(graph_module.graph)
     nodes = static_nodes(graph_module)
     frontier = _shared_frontier(graph_module.graph, nodes, symbol)
     wide = {node for node in frontier if sum(token_factor(size, symbol) != 0 for size in shape_of(node)) > 1}
     kinds: dict[fx.Node, Kind] = {}
+    proved: list[int] = []
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
-        samples = _samples(graph_module, nodes, group, greatest, longest)
+        samples, tokens = _samples(graph_module, nodes, group, greatest, longest, reach)
+        settled = group is wide and tokens == GREATEST_PAIR and _is_plain(graph_module, _ancestors(group))
+        if group and tokens != longest and not settled:
+            proved.append(tokens)
         for node in group:
             _write_shape(node, samples[node], symbol)
             kinds[node] = _classify(node, list(samples[node].values()), symbol)
     ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
-    return StaticValues(frozenset(nodes), ordered, _proved_length(graph_module, nodes, wide))
+    return StaticValues(frozenset(nodes), ordered, min(proved, default=None))
 
 
 def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
@@ -126,10 +140,10 @@ def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
     static: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            is_static = not isinstance(_attribute(graph_module, str(node.target)), nn.Parameter)
+            is_static = not isinstance(attrgetter(str(node.target))(graph_module), nn.Parameter)
         elif node.op == "call_function":
             is_static = _is_size_of_input(node) or (
-                all(source in static for source in node.all_input_nodes) and not _is_random(node)
+                all(source in static for source in node.all_input_nodes) and not draws(node)
             )
         else:
             is_static = False
@@ -159,7 +173,7 @@ def evaluate(
 
 def _value(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any], tokens: int) -> Any:
     if node.op == "get_attr":
-        return _attribute(graph_module, str(node.target))
+        return attrgetter(str(node.target))(graph_module)
     if _is_size_of_input(node):
         return tokens
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
@@ -221,17 +235,6 @@ def _is_size_of_input(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
 # Probing
 
 
@@ -239,11 +242,12 @@ def _constants(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> list[int]:
     """Whole numbers that occur in the given nodes: windows, chunks, lengths at which something switches."""
     found: set[int] = set()
     for node in nodes:
-        found |= {abs(int(number)) for number in _numbers(node.args) if abs(number) < _SENTINEL}
+        numbers = [*_numbers(node.args), *_numbers(tuple(node.kwargs.values()))]
         if node.op == "get_attr":
-            value = _attribute(graph_module, str(node.target))
-            if isinstance(value, Tensor) and value.numel() == 1 and bool(value.isfinite()):
-                found.add(abs(int(value)))
+            value = attrgetter(str(node.target))(graph_module)
+            if isinstance(value, Tensor) and value.numel() <= _SMALL_BUFFER and not value.is_complex():
+                numbers += [number for number in value.flatten().tolist() if math.isfinite(number)]
+        found |= {abs(int(number)) for number in numbers if abs(number) < _SENTINEL}
     return sorted(number for number in found if number > 2)
 
 
@@ -255,39 +259,92 @@ def _numbers(args: Any) -> Iterable[int | float]:
             yield arg
 
 
-def _probe_sizes(constants: Sequence[int], greatest: int, longest: int | None) -> list[int]:
+def _probe_sizes(constants: Sequence[int], greatest: int, reach: int) -> list[int]:
     small = [c + step for c in constants if c <= 512 for step in (-1, 0, 1, 2)]
     large = [c + 1 for c in constants if c > 512]
     double = [2 * c + 1 for c in constants]
-    return sorted({size for size in (*_SIZES, *small, *large, *double, longest or 2) if 2 <= size <= greatest})
+    return sorted({size for size in (*_SIZES, *small, *large, *double, min(reach, greatest)) if 2 <= size <= greatest})
 
 
 def _samples(
-    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], greatest: int, longest: int | None
-) -> dict[fx.Node, dict[int, Tensor]]:
-    """The values of every wanted node, by number of tokens."""
+    graph_module: fx.GraphModule,
+    nodes: set[fx.Node],
+    wanted: set[fx.Node],
+    greatest: int,
+    longest: int | None,
+    reach: int,
+) -> tuple[dict[fx.Node, dict[int, Tensor]], int]:
+    """The values of every wanted node, by number of tokens; and the T up to which there are values."""
     samples: dict[fx.Node, dict[int, Tensor]] = {node: {} for node in wanted}
     constants = _constants(graph_module, _ancestors(wanted))
-    sizes = _probe_sizes(constants, min(greatest, longest or greatest), longest) if wanted else []
-    for tokens in sizes:
-        for node, value in _evaluate_or_stop(graph_module, nodes, wanted, tokens).items():
+    done = 0
+    for tokens in _probe_sizes(constants, min(greatest, longest or greatest), reach) if wanted else ():
+        values = _evaluate_if_possible(graph_module, nodes, wanted, tokens)
+        if values is None:
+            tokens = _last_possible(graph_module, nodes, wanted, done, tokens)
+            values = evaluate(graph_module, nodes, wanted, tokens) if tokens else {}
+        for node, value in values.items():
             samples[node][tokens] = value
-    return samples
+        if tokens <= done:
+            break
+        done = tokens
+    return samples, done
 
 
-def _evaluate_or_stop(
+def _evaluate_if_possible(
     graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], tokens: int
-) -> dict[fx.Node, Tensor]:
-    """A buffer may end before the greatest probe (a mask of `max_length` rows, say): such sizes give no sample."""
+) -> dict[fx.Node, Tensor] | None:
+    """None where a buffer ends before `tokens` (a mask of `max_length` rows, say)."""
     try:
         return evaluate(graph_module, nodes, wanted, tokens)
-    except (IndexError, RuntimeError):
-        return {}
+    except (IndexError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+            raise
+        return None
 
 
-def _proved_length(graph_module: fx.GraphModule, nodes: set[fx.Node], wide: set[fx.Node]) -> int | None:
-    constants = _constants(graph_module, _ancestors(wide) & nodes)
-    return next((constant for constant in constants if constant > GREATEST_PAIR - 2), None)
+def _last_possible(
+    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], possible: int, impossible: int
+) -> int:
+    while impossible - possible > 1:
+        middle = (possible + impossible) // 2
+        if _evaluate_if_possible(graph_module, nodes, wanted, middle) is None:
+            impossible = middle
+        else:
+            possible = middle
+    return possible
+
+
+_PLAIN = frozenset(
+    "arange sym_size add sub unsqueeze slice select expand view reshape permute transpose index to clone detach alias "
+    "lift_fresh_copy le lt ge gt eq ne __and__ __or__ logical_and logical_or logical_not bitwise_and bitwise_or "
+    "bitwise_not ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like scalar_tensor where "
+    "masked_fill diff cumsum floor_divide tril triu".split()
+)
+"""Operators of masks that compare positions, moved by constants, with each other."""
+
+
+def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
+    """Whether masks that look the same at all T up to GREATEST_PAIR look the same at every T.
+
+    They compare positions with each other, and every constant in them is small against what was evaluated.
+    """
+    operators = [node for node in nodes if node.op == "call_function"]
+    if any(getattr(node.target, "_opname", "") not in _PLAIN for node in operators):
+        return False
+    buffers = [attrgetter(str(node.target))(graph_module) for node in nodes if node.op == "get_attr"]
+    if any(not isinstance(buffer, Tensor) or buffer.numel() > 1 for buffer in buffers):
+        return False
+    divisors = {node.args[1] for node in operators if node.target._opname == "floor_divide"}  # type: ignore[union-attr]
+    if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > GREATEST_PAIR // 2:  # type: ignore[arg-type]
+        return False
+    return all(2 * constant < GREATEST_PAIR for constant in _constants(graph_module, nodes - _fills(operators)))
+
+
+def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes whose numbers are values of a mask, not places."""
+    names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
+    return {node for node in nodes if node.target._opname in names}  # type: ignore[union-attr]
 
 
 # Meaning

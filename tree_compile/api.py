@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
-from tree_compile.programs import BACKENDS, Program, State, make_program, state_of
+from tree_compile.programs import BACKENDS, Program, State, make_program, prove_further, state_of
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check
@@ -77,7 +77,7 @@ class TreeModel(nn.Module):
         for name in others:
             raise unsupported(name)
         rows = self._rows(sequences)
-        program = self._program(tuple(rows[0].inputs))
+        program = self._program(tuple(rows[0].inputs), _longest(rows))
         for row in rows:
             check_row(row, program.rewritten)
         return TreeOutput([program.run(row) for row in rows], program.rewritten.output_form)
@@ -119,9 +119,8 @@ class TreeModel(nn.Module):
             sequences: what to compare on; a small random tree if left out.
         """
         with evaluation(self.unpacked):
-            names = self._last_inputs() if sequences is None else tuple(self.plan(sequences).rows[0].inputs)
-            program = self._program(names)
-            plan = self.plan(sequences) if sequences is not None else self._random_plan(program, names)
+            plan = self._random_plan() if sequences is None else self.plan(sequences)
+            program = self._program(tuple(plan.rows[0].inputs), _longest(plan.rows))
             for row in plan.rows:
                 check_row(row, program.rewritten)
             return compare(self.unpacked, plan, program.run, program, self._keywords, gradients=True)
@@ -132,8 +131,9 @@ class TreeModel(nn.Module):
         self.unpacked.train(mode)
         return self
 
-    def _random_plan(self, program: Program, names: tuple[str, ...]) -> Plan:
-        return plan_rows(random_sequences(program, names), min_shared_tokens=1)
+    def _random_plan(self) -> Plan:
+        names = self._last_inputs()
+        return plan_rows(random_sequences(self._program(names), names), min_shared_tokens=1)
 
     def _rows(self, sequences: Sequences | Row | Plan) -> tuple[Row, ...]:
         if isinstance(sequences, Row):
@@ -143,11 +143,17 @@ class TreeModel(nn.Module):
     def _last_inputs(self) -> tuple[str, ...]:
         return next((key[0] for key in reversed(self._programs)), (_TOKENS,))
 
-    def _program(self, input_names: tuple[str, ...]) -> Program:
+    def _program(self, input_names: tuple[str, ...], longest: int = 1) -> Program:
+        """The program for the model as it is now, and for sequences of up to `longest` tokens."""
         key = (input_names, state_of(self.unpacked))
         if key not in self._programs:
             self._forget(input_names)
             self._programs[key] = self._make(input_names)
+        proved = self._programs[key].rewritten.proved
+        if proved is not None and longest > proved:
+            self._programs[key] = prove_further(
+                self._programs[key], self.unpacked, input_names, self._keywords, self._backend, longest
+            )
         return self._programs[key]
 
     def _make(self, input_names: tuple[str, ...]) -> Program:
@@ -170,6 +176,11 @@ class TreeModel(nn.Module):
         modes = state_of(self.unpacked).modes
         for key in [key for key in self._programs if key[0] == input_names and key[1].modes == modes]:
             del self._programs[key]
+
+
+def _longest(rows: Iterable[Row]) -> int:
+    """Tokens of the longest sequence."""
+    return max(int(row.sequence_length.max()) for row in rows)
 
 
 def treecompile(

@@ -110,15 +110,21 @@ def check_row(row: Row, rewritten: Rewritten) -> None:
     if rewritten.vocabulary is not None:
         _check_tokens(row, rewritten.vocabulary)
     longest = int(row.sequence_length.max())
+    sequence = row.sequence_ids[int(row.sequence_length.argmax())]
     for limit in rewritten.limits:
         if limit.tokens is not None and longest > limit.tokens:
-            sequence = row.sequence_ids[int(row.sequence_length.argmax())]
             raise SequenceTooLongError(
                 f"Sequence {sequence} has {longest} tokens, and the model takes {limit.tokens} at the most.",
                 where=limit.where,
-                why="the model's code, or what is proved of it, ends there.",
+                why="the model's code ends there.",
                 hint="shorten the sequence, or raise the model's greatest number of positions.",
             )
+    if rewritten.proved is not None and longest > rewritten.proved:
+        raise SequenceTooLongError(
+            f"Sequence {sequence} has {longest} tokens, and the model's masks are proved for {rewritten.proved}.",
+            why="they were evaluated up to there, and are not made of plain comparisons of positions.",
+            hint="shorten the sequence, or write the mask as comparisons of positions with constants.",
+        )
     if rewritten.dense and len(row.tokens) > DENSE_ROW_TOKENS:
         raise SequenceTooLongError(
             f"A row has {len(row.tokens)} tokens, and this model's mask needs T x T numbers: "

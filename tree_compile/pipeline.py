@@ -21,7 +21,7 @@ from tree_compile.passes.positions import RewritePositions, position_limit
 from tree_compile.passes.random import draws
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
-from tree_compile.passes.static_values import StaticValues, find_static_values
+from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.vocabulary import vocabulary_size
 
@@ -37,6 +37,7 @@ class Rewritten:
         batched: for every tensor of the output, whether it has a batch dimension of one before its tokens.
         vocabulary: number of token ids, or None where the graph does not tell.
         limits: limits on the length of a sequence, the tightest first.
+        proved: number of tokens up to which static values were evaluated; None where that settles them for all.
         dense: whether a mask without a closed form is written out as T x T.
         dtypes: the floating-point dtypes that it computes in.
         random: whether it draws random numbers, as active dropout does.
@@ -48,21 +49,24 @@ class Rewritten:
     batched: tuple[bool, ...]
     vocabulary: int | None
     limits: tuple[LengthLimit, ...]
+    proved: int | None
     dense: bool
     dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
 
 
-def rewrite_model(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> Rewritten:
-    """Captures and rewrites `model` in the mode that it is in.
+def rewrite_model(
+    model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], reach: int = FIRST_REACH
+) -> Rewritten:
+    """Captures and rewrites `model` in the mode that it is in, for sequences of up to `reach` tokens at least.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
     captured = capture(model, input_names, keywords)
     try:
-        rewritten = rewrite(captured)
+        rewritten = rewrite(captured, reach)
     except Exception as error:
         # A graph that holds for some lengths only may break a pass; what is refused in it tells the user more.
         if captured.control_flow is None or isinstance(error, RefusedModelError):
@@ -72,8 +76,8 @@ def rewrite_model(model: nn.Module, input_names: Sequence[str], keywords: Mappin
     return rewritten
 
 
-def rewrite(captured: Captured) -> Rewritten:
-    """Rewrites a captured graph in place.
+def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
+    """Rewrites a captured graph in place, for sequences of up to `reach` tokens at least.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
@@ -83,7 +87,7 @@ def rewrite(captured: Captured) -> Rewritten:
     run_pass(graph_module, InlineGradModes(), trail)
     run_pass(graph_module, RefuseBatchNorm(), trail)
     run_pass(graph_module, Functionalize(), trail)
-    statics = find_static_values(graph_module, captured.limit.tokens)
+    statics = find_static_values(graph_module, captured.limit.tokens, reach)
     limits = _limits(captured, graph_module, statics)
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
@@ -97,6 +101,7 @@ def rewrite(captured: Captured) -> Rewritten:
         _batched(graph_module.graph),
         vocabulary,
         limits,
+        statics.proved_length,
         tables.has_pairs,
         _dtypes(graph_module.graph),
         any(draws(node) for node in graph_module.graph.nodes),
@@ -115,6 +120,5 @@ def _batched(graph: fx.Graph) -> tuple[bool, ...]:
 
 
 def _limits(captured: Captured, graph_module: fx.GraphModule, statics: StaticValues) -> tuple[LengthLimit, ...]:
-    proved = LengthLimit(statics.proved_length)
-    found = (captured.limit, position_limit(graph_module, statics), proved)
+    found = (captured.limit, position_limit(graph_module, statics))
     return tuple(sorted((limit for limit in found if limit.tokens is not None), key=lambda limit: limit.tokens or 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,24 @@ class Program:
 def make_program(model: nn.Module, input_names: tuple[str, ...], keywords: Mapping[str, Any], backend: str) -> Program:
     """Captures, rewrites, splits and compiles `model` in the mode that it is in."""
     rewritten = rewrite_model(model, input_names, keywords)
+    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
+
+
+def prove_further(
+    program: Program,
+    model: nn.Module,
+    input_names: tuple[str, ...],
+    keywords: Mapping[str, Any],
+    backend: str,
+    tokens: int,
+) -> Program:
+    """The program for sequences of up to `tokens` tokens, as far as that can be proved.
+
+    Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use.
+    """
+    rewritten = rewrite_model(model, input_names, keywords, reach=1 << (tokens - 1).bit_length())
+    if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
+        return replace(program, rewritten=rewritten)
     return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
 
 

@@ -14,12 +14,14 @@ from torch import Tensor, fx
 from tree_compile.errors import (
     BidirectionalAttentionError,
     DropoutError,
+    LengthDependentError,
     RefusedModelError,
     SourceLine,
     TokenMixingError,
 )
 from tree_compile.passes.attention_patterns import (
     AttentionMatch,
+    ChangesWithLength,
     KeyBias,
     NoMatch,
     Operand,
@@ -47,6 +49,7 @@ class RewriteAttention:
     Raises:
         BidirectionalAttentionError: a token sees tokens after it.
         DropoutError: attention weights are dropped out.
+        LengthDependentError: a mask or bias changes with the number of tokens.
         TokenMixingError: a softmax over keys is not attention that can be read.
     """
 
@@ -67,6 +70,8 @@ class RewriteAttention:
     def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
         try:
             match: AttentionMatch = matcher(node, self.statics)
+        except ChangesWithLength as error:
+            raise _length_dependent(node, str(error)) from None
         except NoMatch as error:
             raise _unknown_form(node, str(error)) from None
         if match.dropout:
@@ -285,6 +290,15 @@ def _bidirectional(node: fx.Node, why: str) -> RefusedModelError:
         where=source_line(node),
         why=f"{why}, so a shared prefix would depend on what follows it.",
         hint="use a causal mask (is_causal=True); for a transformers model, the causal-LM class and is_decoder=True.",
+    )
+
+
+def _length_dependent(node: fx.Node, why: str) -> LengthDependentError:
+    return LengthDependentError(
+        "The mask or bias of this attention is not the same for a prefix alone.",
+        where=source_line(node),
+        why=f"{why}, so sequences of different lengths cannot share a prefix.",
+        hint="make it from the positions of query and key alone, without the number of tokens.",
     )
 
 

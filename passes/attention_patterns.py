@@ -16,13 +16,17 @@ from torch import fx
 
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, Pair, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, LengthDependent, Pair, StaticValues, Table
 
 aten = torch.ops.aten
 
 
 class NoMatch(Exception):
     """The nodes around a softmax are not attention that this module can read; the text says why."""
+
+
+class ChangesWithLength(NoMatch):
+    """A mask or bias at a pair of tokens changes with the number of tokens after them."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def _static_masks(
     if isinstance(kind, Fill) and _hides_nothing(kind.value, hides):
         return ()
     if not isinstance(kind, Pair):
-        raise NoMatch(_why_not_static(kind))
+        raise ChangesWithLength(kind.why) if isinstance(kind, LengthDependent) else NoMatch(_why_not_static(kind))
     return (Mask(node, hides, fill),)
 
 
@@ -149,7 +153,7 @@ def _hides_nothing(value: torch.Tensor, hides: bool) -> bool:
 def _why_not_static(kind: Kind | None) -> str:
     if kind is None:
         return "its mask or bias depends on the tokens or on parameters, not on positions alone"
-    return f"its mask is not a table over (query, key): {getattr(kind, 'why', type(kind).__name__.lower())}"
+    return f"its mask is not a table over (query, key), but a {type(kind).__name__.lower()}"
 
 
 # matmul -> softmax -> matmul

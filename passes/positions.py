@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from tree_compile.errors import LengthDependentError
 from tree_compile.guards import LengthLimit
-from tree_compile.passes.plan_inputs import RowTables
+from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
 from tree_compile.passes.report import Finding, PassReport
-from tree_compile.passes.shapes import shape_of
+from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Fill, LengthDependent, StaticValues, Table
 
@@ -30,7 +32,7 @@ _USES_AS_ROW_NUMBER = {
 
 @dataclass(frozen=True)
 class RewritePositions:
-    """Replaces every static table f(t) by f(position).
+    """Replaces every static table f(t), and the first T rows of anything longer, by f(position).
 
     A range 0, 1, 2, … that numbers rows, as an index into or along the tokens, is not a position and is left to the
     token-axis proof.
@@ -55,6 +57,10 @@ class RewritePositions:
                 findings.append(self._gather(node, kind, users))
             elif isinstance(kind, Fill) and _comes_from_a_buffer(node):
                 self._gather_fill(node, users)
+        symbol = token_symbol(graph_module.graph)
+        for node in list(graph_module.graph.nodes):
+            if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_first_rows(node, symbol):
+                findings.append(_rows_at_positions(graph_module.graph, node))
         return PassReport(self.name, tuple(findings))
 
     def _gather(self, node: fx.Node, kind: Table, users: list[fx.Node]) -> Finding:
@@ -66,7 +72,6 @@ class RewritePositions:
             user.replace_input_with(node, gathered)
         return Finding(node.name, "position table", became, source_line(node), module_path(node))
 
-
     def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
         """A buffer that says the same for all tokens may be shorter than a row; it is long enough for a sequence."""
         dims = [dim for dim, size in enumerate(shape_of(node)) if not isinstance(size, int)]
@@ -74,6 +79,26 @@ class RewritePositions:
             gathered = self.tables.at_positions(node, dims[0])
             for user in users:
                 user.replace_input_with(node, gathered)
+
+
+def _takes_first_rows(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether `node` takes the first T of more rows, such as learned embeddings of positions."""
+    source: Any
+    dim: Any
+    source, dim, start, _, step = (*node.args, *(None, 0, 0, None, 1)[len(node.args) :])[:5]
+    if node.target not in (aten.slice.Tensor, aten.narrow.default) or start not in (0, None) or step != 1:
+        return False
+    rows, taken = shape_of(source)[dim], shape_of(node)[dim]
+    return isinstance(rows, int) and size_expression(taken) == symbol
+
+
+def _rows_at_positions(graph: fx.Graph, node: fx.Node) -> Finding:
+    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    with graph.inserting_before(node):
+        taken = call(graph, aten.index_select.default, (source, dim, plan_input(graph, "plan_position")), node.meta)
+    node.replace_all_uses_with(taken)
+    became = "the row of every token's position"
+    return Finding(node.name, "position table", became, source_line(node), module_path(node))
 
 
 def _comes_from_a_buffer(node: fx.Node) -> bool:
@@ -94,11 +119,22 @@ def position_limit(graph_module: fx.GraphModule, statics: StaticValues) -> Lengt
         if not isinstance(kind, Table) or kind.first is None:
             continue
         for user in node.users:
-            if user.target is aten.embedding.default and user.args[1] is node:
-                rows = int(shape_of(user.args[0])[0]) - kind.first  # type: ignore[arg-type]
+            if (found := _rows_indexed(user, node)) is not None:
+                rows = found - kind.first
                 if limit.tokens is None or rows < limit.tokens:
                     limit = LengthLimit(rows, source_line(user))
     return limit
+
+
+def _rows_indexed(user: fx.Node, index: fx.Node) -> int | None:
+    """How many rows there are for `user` to take by the numbers `index`; None where it does not take any."""
+    args: Any = user.args
+    if user.target is aten.embedding.default and args[1] is index:
+        return int(shape_of(args[0])[0])
+    if user.target is aten.index.Tensor and index in args[1]:
+        rows = shape_of(args[0])[args[1].index(index)]
+        return rows if isinstance(rows, int) else None
+    return None
 
 
 def _length_dependent(node: fx.Node, kind: LengthDependent | Drifting) -> LengthDependentError:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tree_compile import treecompile
-from tree_compile.errors import BidirectionalAttentionError, TokenMixingError
+from tree_compile.errors import BidirectionalAttentionError, LengthDependentError, TokenMixingError
 
 HEADS, WIDTH = 4, 8
 LOWEST = torch.finfo(torch.float64).min
@@ -86,7 +86,7 @@ def test_bias_that_stretches_with_the_length_is_refused():
         scores = scores_of(query, key) + torch.arange(tokens) / tokens
         return scores.masked_fill(~causal(query), LOWEST).softmax(-1) @ value
 
-    assert "changes with the number of tokens" in refusal(attend)
+    assert "changes with the number of tokens" in refusal(attend, LengthDependentError)
 
 
 # Masks

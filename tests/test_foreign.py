@@ -52,10 +52,15 @@ def test_settings_are_given_back_after_an_error():
     model = build("qwen3_moe", "sdpa")
     model.config._attn_implementation_internal = "flash_attention_2"
     model.config._experts_implementation_internal = "eager"
-    with pytest.raises(CaptureError), capturable(model):
-        assert model.config._attn_implementation == "sdpa"
-        assert model.config._experts_implementation == "batched_mm"
+    seen = []
+
+    def stop():
+        seen.extend([model.config._attn_implementation, model.config._experts_implementation])
         raise CaptureError("stop")
+
+    with pytest.raises(CaptureError), capturable(model):
+        stop()
+    assert seen == ["sdpa", "batched_mm"]
     assert model.config._attn_implementation == "flash_attention_2"
     assert model.config._experts_implementation == "eager"
 

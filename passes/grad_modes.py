@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -82,10 +83,7 @@ def _copy(graph_module: fx.GraphModule, body: fx.GraphModule, copies: dict[fx.No
 
 def _copy_attribute(graph_module: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:
     name = f"region_{len(graph_module.graph.nodes)}_{str(node.target).replace('.', '_')}"
-    value: Any = body
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    setattr(graph_module, name, value)
+    setattr(graph_module, name, attrgetter(str(node.target))(body))
     copy = graph_module.graph.get_attr(name)
     copy.meta = dict(node.meta)
     return copy

@@ -50,12 +50,13 @@ class RowTables:
         self._statics = statics
         self._copies: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._pairs: dict[tuple[fx.Node, bool], fx.Node] = {}
         self._top = self._first_operation()
 
     @property
     def has_pairs(self) -> bool:
         """Whether a pair table is written out as T x T."""
-        return any(dim == -1 for _, dim in self._gathered)
+        return bool(self._pairs)
 
     def _first_operation(self) -> fx.Node:
         return next(node for node in self._graph.nodes if node.op in ("call_function", "output"))
@@ -88,9 +89,9 @@ class RowTables:
 
     def pair(self, node: fx.Node, hides: bool) -> fx.Node:
         """The pair table `node` for all pairs of the row's tokens, as a bias: floating `[heads, T, T]`."""
-        if (node, -1) not in self._gathered:
-            self._gathered[node, -1] = self._insert(pair_at_positions, self._copy(node), self._position(), hides)
-        return self._gathered[node, -1]
+        if (node, hides) not in self._pairs:
+            self._pairs[node, hides] = self._insert(pair_at_positions, self._copy(node), self._position(), hides)
+        return self._pairs[node, hides]
 
     def pairs(self, tables: Sequence[tuple[fx.Node, bool]]) -> fx.Node:
         """The sum of several pair tables, each with whether it hides, as `pair`."""

@@ -280,14 +280,13 @@ def _samples(
     done = 0
     for tokens in _probe_sizes(constants, min(greatest, longest or greatest), reach) if wanted else ():
         values = _evaluate_if_possible(graph_module, nodes, wanted, tokens)
-        if values is None:
-            tokens = _last_possible(graph_module, nodes, wanted, done, tokens)
-            values = evaluate(graph_module, nodes, wanted, tokens) if tokens else {}
-        for node, value in values.items():
-            samples[node][tokens] = value
-        if tokens <= done:
+        done = tokens if values is not None else _last_possible(graph_module, nodes, wanted, done, tokens)
+        if values is None and done:
+            values = evaluate(graph_module, nodes, wanted, done)
+        for node, value in (values or {}).items():
+            samples[node][done] = value
+        if done != tokens:
             break
-        done = tokens
     return samples, done
 
 

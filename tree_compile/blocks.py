@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,14 +23,12 @@ class Section:
     """A run of nodes of the graph that is called as one function.
 
     Attributes:
-        label: the path of its decoder block, or "" outside of all blocks.
         graph: takes the attributes, then the inputs; returns a tuple.
         attributes: paths of the parameters and buffers that it takes.
         inputs: names of the values of the whole graph that it takes.
         outputs: names of the values that it returns.
     """
 
-    label: str
     graph: fx.Graph
     attributes: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -41,11 +40,10 @@ class Block(nn.Module):
 
     def __init__(self, function: Function, section: Section, source: fx.GraphModule) -> None:
         super().__init__()
-        self.label = section.label
         self._function = function
         self._names = [path.replace(".", "__") for path in section.attributes]
         for name, path in zip(self._names, section.attributes, strict=True):
-            _register(self, name, _attribute(source, path))
+            _register(self, name, attrgetter(path)(source))
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Calls the section's function on its own attributes and `inputs`."""
@@ -61,6 +59,7 @@ class Blocks(nn.Module):
         self._input_names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._output_names = [node.name for node in _output_nodes(graph_module.graph)]
         self._wiring = [(section.inputs, section.outputs) for section in sections]
+        self._done = _done_with(self._wiring, set(self._output_names))
         functions: dict[Hashable, Function] = {}
         self.blocks = nn.ModuleList()
         for section in sections:
@@ -73,13 +72,20 @@ class Blocks(nn.Module):
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Runs the blocks in order; values that no later block takes are let go."""
         values = dict(zip(self._input_names, inputs, strict=True))
-        last_use = {name: place for place, (names, _) in enumerate(self._wiring) for name in names}
-        for place, (block, (names, outputs)) in enumerate(zip(self.blocks, self._wiring, strict=True)):
+        for block, (names, outputs), done in zip(self.blocks, self._wiring, self._done, strict=True):
             values.update(zip(outputs, block(*(values[name] for name in names)), strict=True))
-            for name in names:
-                if last_use[name] == place and name not in self._output_names:
-                    values.pop(name, None)
+            for name in done:
+                del values[name]
         return tuple(values[name] for name in self._output_names)
+
+
+def _done_with(wiring: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], kept: set[str]) -> list[list[str]]:
+    """For every block the values that no later one takes."""
+    last_use = {name: place for place, (names, _) in enumerate(wiring) for name in names}
+    return [
+        [name for name in names if last_use[name] == place and name not in kept]
+        for place, (names, _) in enumerate(wiring)
+    ]
 
 
 def split(graph: fx.Graph) -> list[Section]:
@@ -91,7 +97,7 @@ def split(graph: fx.Graph) -> list[Section]:
             runs.append((label, []))
         runs[-1][1].append(node)
     results = set(_output_nodes(graph))
-    return [_section(graph, label, nodes, results) for label, nodes in runs]
+    return [_section(graph, nodes, results) for _, nodes in runs]
 
 
 def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -124,7 +130,7 @@ def _output_nodes(graph: fx.Graph) -> list[fx.Node]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-def _section(graph: fx.Graph, label: str, nodes: list[fx.Node], results: set[fx.Node]) -> Section:
+def _section(graph: fx.Graph, nodes: list[fx.Node], results: set[fx.Node]) -> Section:
     inside = set(nodes)
     taken = [
         source for source in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if source not in inside
@@ -141,7 +147,7 @@ def _section(graph: fx.Graph, label: str, nodes: list[fx.Node], results: set[fx.
         copies[node] = section.node_copy(node, lambda source: copies[source])
     section.output(tuple(copies[node] for node in outputs))
     names = tuple(str(s.target) if s.op == "placeholder" else s.name for s in inputs)
-    return Section(label, section, tuple(str(a.target) for a in attributes), names, tuple(o.name for o in outputs))
+    return Section(section, tuple(str(a.target) for a in attributes), names, tuple(o.name for o in outputs))
 
 
 def _derive_sizes(
@@ -178,13 +184,6 @@ def canonical(graph: fx.Graph) -> Hashable:
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: f"%{places[source]}")
         rows.append((node.op, str(node.target) if node.op == "call_function" else "", repr(arguments)))
     return tuple(rows)
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _register(module: nn.Module, name: str, tensor: Any) -> None:

@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -253,7 +254,7 @@ def _under_own_names(exported: fx.GraphModule, input_names: Sequence[str]) -> fx
         if node.op == "get_attr":
             target = str(node.target)
             copies[node].target = target.removeprefix("model.")
-            attributes[str(copies[node].target)] = _real(node, _attribute(exported, target))
+            attributes[str(copies[node].target)] = _real(node, attrgetter(target)(exported))
         elif node.op == "placeholder":
             copies[node].target = copies[node].name = next(names)
     return fx.GraphModule(attributes, graph, class_name="Captured")
@@ -267,11 +268,4 @@ def _real(node: fx.Node, value: Any) -> Any:
             why="torch.export takes it for a constant.",
             hint="leave torch.func and .data out of the model's forward.",
         )
-    return value
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
     return value

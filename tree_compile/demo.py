@@ -17,6 +17,7 @@ from tree_compile.api import TreeModel, treecompile
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.rollouts import Rollout
 from tree_compile.runtime.plan import Plan, Row
+from tree_compile.selfcheck import difference, worst_gradient
 
 __all__ = ["DemoReport", "run_demo"]
 
@@ -102,7 +103,7 @@ def run_demo(
     loss = _Loss(rollouts)
     packed, unpacked = _Packed(tree_model, plan, loss), _Unpacked(copy.deepcopy(model), rollouts, loss)
     logit_difference, first_packed, first_unpacked = _compared(packed, unpacked, progress)
-    gradient_difference = _gradient_difference(model, unpacked.model)
+    _, gradient_difference = worst_gradient(_gradients(model), _gradients(unpacked.model))
     packed_losses, packed_times = _more_steps(packed, steps, "steps on the rows", plan.packed_tokens, progress)
     unpacked_losses, unpacked_times = _more_steps(unpacked, steps, "steps unpacked", plan.input_tokens, progress)
     return DemoReport(
@@ -199,7 +200,7 @@ def _compared(packed: _Packed, unpacked: _Unpacked, progress: Progress) -> tuple
     """Computes the gradients of the first step both ways, a row at a time so that few logits are held at once."""
     plan = packed.plan
     bar = progress.add_task("compile, compare", total=plan.packed_tokens + plan.input_tokens)
-    difference = greatest = 0.0
+    worst = greatest = 0.0
     one, other = _Step(), _Step()
     for row in plan.rows:
         start = time.perf_counter()
@@ -209,20 +210,14 @@ def _compared(packed: _Packed, unpacked: _Unpacked, progress: Progress) -> tuple
         for sequence, logits in zip(row.sequence_ids, found, strict=True):
             loss, expected = unpacked.sequence(sequence)
             other.loss += loss
-            difference = max(difference, (logits - expected).abs().max().item())
+            worst = max(worst, difference(logits, expected))
             greatest = max(greatest, expected.abs().max().item())
             progress.advance(bar, len(expected))
-    return difference / greatest, one, other
+    return worst / greatest, one, other
 
 
-def _gradient_difference(model: nn.Module, reference: nn.Module) -> float:
-    differences = []
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert expected.grad is not None
-        difference, greatest = (parameter.grad - expected.grad).abs().max(), expected.grad.abs().max()
-        differences.append((difference / greatest.clamp_min(1e-30)).item())
-    return max(differences)
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def _more_steps(

@@ -88,7 +88,7 @@ def compare(
             for name, gradient in _gradients([parts], [part_weights], parameters).items():
                 unpacked_gradients[name] += gradient
     output = _relative([[p.detach() for p in parts] for parts in packed_parts], unpacked_parts)
-    worst, gradient_difference = _worst(packed_gradients, unpacked_gradients)
+    worst, gradient_difference = worst_gradient(packed_gradients, unpacked_gradients)
     return CheckReport(
         output, gradient_difference if gradients else None, tolerance_of(program), worst,
         plan.input_tokens, plan.packed_tokens, len(plan.rows),
@@ -147,25 +147,27 @@ def _relative(packed: Sequence[Sequence[Tensor]], unpacked: Sequence[Sequence[Te
         for a, b in zip(own, other, strict=True)
     ]
     scale = max((float(b.abs().max()) for _, b in pairs if b.numel()), default=1.0)
-    return max((_difference(a, b) for a, b in pairs), default=0.0) / max(scale, 1e-30)
+    return max((difference(a, b) for a, b in pairs), default=0.0) / max(scale, 1e-30)
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def difference(a: Tensor, b: Tensor) -> float:
+    """Greatest absolute difference; infinite where a number is NaN on one side, or the shapes differ."""
     if a.shape != b.shape:
         return float("inf")
-    difference = float((a - b).abs().max()) if a.numel() else 0.0
-    return difference if difference == difference else float("inf")
+    greatest = float((a - b).abs().max()) if a.numel() else 0.0
+    return greatest if greatest == greatest else float("inf")
 
 
-def _worst(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor]) -> tuple[str, float]:
+def worst_gradient(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The parameter whose gradient differs most, relative to its own greatest entry; and by how much."""
     greatest = max((_greatest(gradient) for gradient in unpacked.values()), default=0.0)
     worst, name_of_worst = 0.0, ""
     for name, gradient in unpacked.items():
         scale = max(_greatest(gradient), _LEAST_GRADIENT * greatest, 1e-30)
         other = packed.get(name, torch.zeros_like(gradient))
-        difference = _difference(other.double(), gradient.double()) / scale
-        if difference > worst:
-            worst, name_of_worst = difference, name
+        relative = difference(other.double(), gradient.double()) / scale
+        if relative > worst:
+            worst, name_of_worst = relative, name
     return name_of_worst, worst
 
 

@@ -31,6 +31,7 @@ def run(model: nn.Module, logits_of: Callable[[], Sequence[Tensor]], seed: int =
     assert isinstance(loss, Tensor)
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert all(bool(tensor.isfinite().all()) for tensor in (*logits, *gradients.values()))
     return Result([part.detach() for part in logits], gradients)
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from tree_compile.errors import SequenceTooLongError, TokenRangeError, UnsupportedArgumentError, WrappedModelError
+from tree_compile.errors import (
+    CaptureError,
+    SequenceTooLongError,
+    TokenRangeError,
+    UnsupportedArgumentError,
+    WrappedModelError,
+)
 from tree_compile.pipeline import Rewritten
 from tree_compile.runtime.plan import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
@@ -71,16 +77,17 @@ def default_keywords(model: nn.Module) -> dict[str, Any]:
 
 def _configs(model: nn.Module) -> list[Any]:
     """The model's config, and that of its text part where it has one."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
 
 
 def check_not_wrapped(model: Any) -> None:
-    """Refuses models that are wrapped by something that must be outside of the tree model.
+    """Refuses models that are wrapped by something that must be outside of the tree model, or have no parameters yet.
 
     Raises:
-        WrappedModelError: names the wrapper.
+        CaptureError: parameters are on the meta device.
         TypeError: `model` is not a module.
+        WrappedModelError: names the wrapper.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"treecompile takes a torch.nn.Module, not {type(model).__name__}")
@@ -90,15 +97,48 @@ def check_not_wrapped(model: Any) -> None:
             raise WrappedModelError(
                 f"The model is already wrapped by {wrapper}.",
                 why="its hooks would be captured, or left out, together with the model.",
-                hint=f"compile the plain model first and wrap after that: {wrapper}(treecompile(model)).",
+                hint=_UNWRAPPED[wrapper],
             )
+    _check_parameters(model)
+
+
+_FIRST = "compile the plain model first and wrap after that: "
+_UNWRAPPED = {
+    "DistributedDataParallel": f"{_FIRST}DistributedDataParallel(treecompile(model)).",
+    "DataParallel": f"{_FIRST}DistributedDataParallel(treecompile(model)), with one process for every device.",
+    "FullyShardedDataParallel": f"{_FIRST}fully_shard(treecompile(model)).",
+    "fully_shard": f"{_FIRST}fully_shard(treecompile(model)).",
+    "torch.compile": "pass the plain model: treecompile compiles it.",
+    "treecompile": "use it as it is; the plain model is its attribute `unpacked`.",
+}
 
 
 def _wrapper(module: nn.Module) -> str:
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch")}
     known = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
     found = next((name for name in known if name in names), "")
+    if module._compiled_call_impl is not None:
+        found = "OptimizedModule"
+    if (type(module).__module__, type(module).__name__) == ("tree_compile.api", "TreeModel"):
+        found = "treecompile"
     return {"FSDPModule": "fully_shard", "OptimizedModule": "torch.compile"}.get(found, found)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CaptureError(
+                f"The parameter {name} is on the meta device.",
+                why="it has no values, so nothing can be computed or checked with it.",
+                hint="load the weights first, for example with model.to_empty(device=…) and load_state_dict.",
+            )
+        # By name: importing the class takes two seconds.
+        if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
+            raise WrappedModelError(
+                f"The parameter {name} is distributed (a DTensor).",
+                why="the model is captured with the operations of one device.",
+                hint="compile the plain model first and shard after that; explain() and check() need the plain model.",
+            )
 
 
 def check_row(row: Row, rewritten: Rewritten) -> None:

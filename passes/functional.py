@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from tree_compile.errors import TokenMixingError
 from tree_compile.passes.random import draws
 from tree_compile.passes.report import PassReport
-from tree_compile.passes.shapes import call
+from tree_compile.passes.shapes import call, size_expression
 from tree_compile.passes.source import source_line
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
@@ -123,14 +123,15 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
     if any(other.op != "call_function" for other in sharing):
         raise _refusal(node, "it writes into a parameter, a buffer or an input of the model")
     later = _later(node)
-    root = sharing[0]
+    wholes = [other for other in sharing if other not in later and _is_same_view(other, sharing[0])]
     read_later = {other for other in sharing if other not in later and any(user in later for user in other.users)}
-    if read_later - {root, written, node}:
+    if read_later - {*wholes, written, node}:
         raise _refusal(node, "another view of the tensor that it changes is used afterwards")
     with graph.inserting_before(node):
         value = _functional(graph, node)
-        whole = value if written is root or root not in read_later else _written_back(graph, node, value, root)
-    for old, new in {root: whole, written: value}.items():
+        is_part = written not in wholes and not read_later.isdisjoint(wholes)
+        whole = _written_back(graph, node, value, wholes) if is_part else value
+    for old, new in {**dict.fromkeys(wholes, whole), written: value}.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
@@ -170,14 +171,26 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return call(graph, torch.ops.aten.expand_as.default, (source, written), node.meta)
 
 
-def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, root: fx.Node) -> fx.Node:
-    """The whole tensor `root` after `value` was written through a view of it."""
-    written: Any = node.args[0]
-    scatter = _SCATTERS.get(written.target)
-    if scatter is None or written.args[0] is not root:
-        raise _refusal(node, "it changes a part of a tensor in place")
-    whole = graph.call_function(scatter, (root, value, *written.args[1:]))
-    whole.meta = dict(root.meta)
+def _is_same_view(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes that share memory are one and the same tensor, as `x` and `x.contiguous()` may be."""
+    first, second = node.meta["val"], other.meta["val"]
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dtype != second.dtype:
+        return False
+    layouts = [(*value.shape, *value.stride(), value.storage_offset()) for value in (first, second)]
+    return [size_expression(number) for number in layouts[0]] == [size_expression(number) for number in layouts[1]]
+
+
+def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, wholes: Sequence[fx.Node]) -> fx.Node:
+    """The whole tensor after `value` was written through a view of it, or a view of a view."""
+    current: Any = node.args[0]
+    whole = value
+    while current not in wholes:
+        scatter, parent = _SCATTERS.get(current.target), current.args[0]
+        if scatter is None:
+            raise _refusal(node, "it changes a part of a tensor in place")
+        whole = graph.call_function(scatter, (parent, whole, *current.args[1:]))
+        whole.meta = dict(parent.meta)
+        current = parent
     return whole
 
 

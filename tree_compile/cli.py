@@ -81,7 +81,7 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     demo = commands.add_parser("demo", parents=[common], help="train a small model both ways", description=text)
     demo.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; bundled ones if left out")
     demo.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON; bytes if left out")
-    demo.add_argument("--steps", type=_at_least(2), default=4, metavar="N", help="training steps (default: 4)")
+    demo.add_argument("--steps", type=_at_least(2), default=3, metavar="N", help="training steps (default: 3)")
     demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help="most tokens in a row (default: 16384)")
     demo.set_defaults(run=_demo)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tree_compile.errors import TokenMixingError
+from tree_compile.errors import LengthDependentError, TokenMixingError
 from tree_compile.passes.random import draws
 from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import call, size_expression
@@ -121,6 +121,8 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
     written = _written(node)
     sharing = memory.sharing(written)
     if any(other.op != "call_function" for other in sharing):
+        if _comes_from_length(node.args[1:]):
+            raise _length_dependent(node)
         raise _refusal(node, "it writes into a parameter, a buffer or an input of the model")
     later = _later(node)
     wholes = [other for other in sharing if other not in later and _is_same_view(other, sharing[0])]
@@ -136,6 +138,20 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
     node.replace_all_uses_with(value)
     graph.erase_node(node)
     memory.rewritten(written, whole, value)
+
+
+def _comes_from_length(arguments: Any) -> bool:
+    """Whether the arguments are made from the number of tokens, and not from the tokens themselves."""
+    seen: set[fx.Node] = set()
+    stack = [argument for argument in arguments if isinstance(argument, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder":
+            return False
+        if node not in seen and node.target is not torch.ops.aten.sym_size.int:
+            stack.extend(node.all_input_nodes)
+        seen.add(node)
+    return any(node.target is torch.ops.aten.sym_size.int for node in seen)
 
 
 def _written(node: fx.Node) -> fx.Node:
@@ -200,6 +216,15 @@ def _later(node: fx.Node) -> set[fx.Node]:
         later.add(current)
         current = current.next
     return later
+
+
+def _length_dependent(node: fx.Node) -> LengthDependentError:
+    return LengthDependentError(
+        "The model changes a buffer by the number of tokens.",
+        where=source_line(node),
+        why="it would not be the same for a prefix alone, so sequences of different lengths cannot share a prefix.",
+        hint="for a rotary embedding that switches on the sequence's length (longrope, dynamic), choose a fixed one.",
+    )
 
 
 def _refusal(node: fx.Node, why: str) -> TokenMixingError:

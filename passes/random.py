@@ -13,4 +13,5 @@ def draws(node: fx.Node) -> bool:
     if node.target in _DROPOUTS:
         _, probability, active, *_ = (*node.args, None)
         return bool(active and probability != 0)
-    return any(tag is torch.Tag.nondeterministic_seeded for tag in getattr(node.target, "tags", ()))
+    # Tags are equal without being the same object.
+    return bool(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()))

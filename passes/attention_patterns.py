@@ -165,7 +165,7 @@ def match_softmax(softmax: fx.Node, statics: StaticValues) -> AttentionMatch:
     Raises:
         NoMatch: it is not attention, or has a step that is not known.
     """
-    scores, query, key = _read_scores(softmax.args[0], statics)  # type: ignore[arg-type]
+    scores, query, key = _read_scores(softmax, statics)
     dropout, weights = _follow_weights(softmax, scores.sinks is not None)
     output = next(iter(weights.users))
     value, order = _read_value(output, weights)
@@ -205,15 +205,25 @@ class _Reading:
         return replace(self.scores, softcap=self.factor_after, scale=self.factor_after * self.factor)
 
 
-def _read_scores(node: fx.Node, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
-    reading = _Reading()
+def _read_scores(softmax: fx.Node, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
+    node: Any = softmax.args[0]
+    below, reading = softmax, _Reading()
     while True:
+        _require_one_use(node, below)
+        below = node
         product = _product(node)
         if product is not None:
             return reading.finished(), *product
         if node.target is aten.baddbmm.default:
             return _read_baddbmm(node, reading, statics)
         node, reading = _step_up(node, reading, statics)
+
+
+def _require_one_use(scores: Any, below: fx.Node) -> None:
+    """Scores are gone once the attention is rewritten, so nothing else may read them, apart from their maximum."""
+    for user in scores.users if isinstance(scores, fx.Node) else ():
+        if user is not below and user.target not in (aten.amax.default, aten.max.dim) and is_tensor(user):
+            raise NoMatch(f"its scores are used by {_name(user)} as well, and not for the weights alone")
 
 
 def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:

@@ -69,6 +69,7 @@ _LATENT_ATTENTION = {
     "num_key_value_heads": 4,
 }
 
+_MISSING = object()
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 16}
 
 _OF_TYPE: dict[str, dict[str, Any]] = {
@@ -184,17 +185,17 @@ def _settings_of_part(known: Any, name: str) -> Any:
     return own | _settings(part.model_type, part)
 
 
-def _setting(known: Any, name: str) -> Any:
+def _setting(known: Any, name: str, otherwise: Any = None) -> Any:
     """A setting; those that vary from layer to layer have no value of the whole model."""
     try:
-        return getattr(known, name, None)
+        return getattr(known, name, otherwise)
     except Exception:
-        return None
+        return otherwise
 
 
 def _has_setting(known: Any, name: str) -> bool:
     derived = getattr(type(known), name, None)
-    return _setting(known, name) is not None and not isinstance(derived, property)
+    return _setting(known, name, _MISSING) is not _MISSING and not isinstance(derived, property)
 
 
 @torch.no_grad()

@@ -167,6 +167,14 @@ def test_mask_that_hides_everything_is_refused():
     assert "not a table over (query, key)" in refusal(attend)
 
 
+def test_scores_that_are_read_by_something_else_are_refused():
+    def attend(_model, query, key, value):
+        scores = scores_of(query, key).masked_fill(~causal(query), LOWEST)
+        return scores.softmax(-1) @ value * scores.logsumexp(-1, keepdim=True).sigmoid()
+
+    assert "used by logsumexp" in refusal(attend)
+
+
 # Layouts and dtypes
 
 

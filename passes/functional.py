@@ -79,13 +79,13 @@ class _Memory:
         self._nodes: dict[int, list[fx.Node]] = {}
         self._same: dict[int, int] = {}
         for node in graph.nodes:
-            for storage in () if _is_only_copied(node) else _storages(node):
-                self._nodes.setdefault(storage, []).append(node)
+            for storage in () if _is_only_copied(node) else storages(node):
+                self._nodes.setdefault(self._place(storage), []).append(node)
             if node.target in _INACTIVE_COPIES and not draws(node):
                 self._unite(node, node.args[0])
 
     def _unite(self, first: fx.Node, second: Any) -> None:
-        one, other = (self._place(next(_storages(node))) for node in (first, second))
+        one, other = (self._place(next(storages(node))) for node in (first, second))
         if one != other:
             self._same[one] = other
             self._nodes[other] = sorted(self._nodes[other] + self._nodes.pop(one))
@@ -97,7 +97,7 @@ class _Memory:
 
     def sharing(self, node: fx.Node) -> list[fx.Node]:
         """All nodes that share memory with `node`, in order; the first stands for the whole of that memory."""
-        return self._nodes[self._place(next(_storages(node)))]
+        return self._nodes[self._place(next(storages(node)))]
 
     def rewritten(self, old: fx.Node, whole: fx.Node, value: fx.Node) -> None:
         """From now on `whole` stands for the whole of the memory of `old`, and `value` is a part of it."""
@@ -110,7 +110,8 @@ def _is_only_copied(node: fx.Node) -> bool:
     return node.op == "get_attr" and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
 
 
-def _storages(node: fx.Node) -> Iterator[int]:
+def storages(node: fx.Node) -> Iterator[int]:
+    """The memory that each tensor of the node's value had while the model was traced."""
     value = node.meta.get("val")
     for tensor in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(tensor, Tensor):
@@ -125,9 +126,10 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
             raise _length_dependent(node)
         raise _refusal(node, "it writes into a parameter, a buffer or an input of the model")
     later = _later(node)
-    wholes = [other for other in sharing if other not in later and _is_same_view(other, sharing[0])]
-    read_later = {other for other in sharing if other not in later and any(user in later for user in other.users)}
-    if read_later - {*wholes, written, node}:
+    earlier = [other for other in sharing if other not in later and other is not node]
+    wholes = [other for other in earlier if _is_same_view(other, sharing[0])]
+    read_later = {other for other in earlier if any(user in later for user in other.users)}
+    if read_later - {*wholes, written}:
         raise _refusal(node, "another view of the tensor that it changes is used afterwards")
     with graph.inserting_before(node):
         value = _functional(graph, node)
@@ -158,7 +160,7 @@ def _written(node: fx.Node) -> fx.Node:
     """The tensor that `node` changes, which must be its first argument alone."""
     changed = [argument.alias_info is not None and argument.alias_info.is_write for argument in _schema(node).arguments]
     written = node.args[0] if node.args else None
-    if not changed[0] or any(changed[1:]) or not isinstance(written, fx.Node) or len(list(_storages(written))) != 1:
+    if not changed[0] or any(changed[1:]) or not isinstance(written, fx.Node) or len(list(storages(written))) != 1:
         raise _refusal(node, "it changes more than one tensor in place")
     return written
 
@@ -188,7 +190,12 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _is_same_view(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes that share memory are one and the same tensor, as `x` and `x.contiguous()` may be."""
+    """Whether two nodes that share memory are one and the same tensor, as `x` and `x.contiguous()` may be.
+
+    A detached tensor is not: a write through it changes the values, and not the gradient.
+    """
+    if node is not other and torch.ops.aten.detach.default in (node.target, other.target):
+        return False
     first, second = node.meta["val"], other.meta["val"]
     if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dtype != second.dtype:
         return False

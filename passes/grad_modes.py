@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tree_compile.errors import CaptureError
+from tree_compile.errors import CaptureError, LostGradientError
+from tree_compile.passes.functional import storages, writes
 from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import inherited
 from tree_compile.passes.source import source_line
@@ -28,6 +29,7 @@ class InlineGradModes:
 
     Raises:
         CaptureError: gradients are switched on inside of a region without them, or autocast is switched on.
+        LostGradientError: a region without gradients changes a tensor from outside in place.
     """
 
     name: str = field(default="gradient modes", init=False)
@@ -43,8 +45,10 @@ def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
     settings = 1 if region.target is _GRAD_MODE else 4
     with_gradients, (body_node, *inputs) = _keeps_gradients(region), region.args[settings:]
     body = getattr(graph_module, str(body_node.target))  # type: ignore[union-attr]
-    if not with_gradients and any(_enables(node) for node in body.graph.nodes):
-        raise _refusal(region, "it switches gradients on inside of torch.no_grad()")
+    if not with_gradients:
+        _require_own_writes(body, inputs)
+        if any(_enables(node) for node in body.graph.nodes):
+            raise _refusal(region, "it switches gradients on inside of torch.no_grad()")
     copies = dict(zip((node for node in body.graph.nodes if node.op == "placeholder"), inputs, strict=True))
     with graph_module.graph.inserting_before(region):
         results = _copy(graph_module, body, copies)
@@ -67,6 +71,19 @@ def _keeps_gradients(region: fx.Node) -> bool:
 
 def _enables(node: fx.Node) -> bool:
     return node.target is _GRAD_MODE and bool(node.args[0])
+
+
+def _require_own_writes(body: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """A write without gradients into a tensor from outside changes its values, and not its gradient."""
+    outside = {memory for node in inputs if isinstance(node, fx.Node) for memory in storages(node)}
+    for node in body.graph.nodes:
+        if node.op == "call_function" and writes(node) and not outside.isdisjoint(storages(node.args[0])):
+            raise LostGradientError(
+                "The model changes a tensor in place under torch.no_grad().",
+                where=source_line(node),
+                why="its values change and its gradient does not, which a graph without writes cannot say.",
+                hint="write it as x + (changed - x).detach().",
+            )
 
 
 def _copy(graph_module: fx.GraphModule, body: fx.GraphModule, copies: dict[fx.Node, Any]) -> list[Any]:

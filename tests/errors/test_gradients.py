@@ -1,0 +1,155 @@
+"""What torch.export would drop from the backward pass without a word is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.errors.refusal import Tiny, named, require_refusal, tree_model
+from tree_compile.errors import CaptureError, LostGradientError
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def function_with_its_own_backward(model, x, ids):
+    return Tripled.apply(x)
+
+
+def hook_on_a_gradient(model, x, ids):
+    projected = model.project[0](x)
+    projected.register_hook(lambda gradient: gradient * 5)
+    return projected
+
+
+def inference_mode(model, x, ids):
+    with torch.inference_mode():
+        scale = x * 2
+    return x + scale
+
+
+@torch.inference_mode()
+def scaled(x):
+    return x * 2
+
+
+def inference_mode_as_a_decorator(model, x, ids):
+    return x + scaled(x)
+
+
+LOST = [
+    (function_with_its_own_backward, "Tripled.apply(x)", "drops its backward"),
+    (hook_on_a_gradient, "projected.register_hook", "drops the hook"),
+    (inference_mode, "torch.inference_mode()", "drops the switch"),
+    (inference_mode_as_a_decorator, "scaled(x)", "drops the switch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(LOST))
+def test_lost_gradient_is_refused(step, code, why):
+    require_refusal(Tiny(step), LostGradientError, code, why, __file__)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hook_of_a_module_is_refused(register):
+    model = Tiny(lambda model, x, ids: model.project[0](x))
+    handle = getattr(model.project[0], register)(lambda module, *gradients: None)
+    with pytest.raises(LostGradientError, match=r"'project\.0' \(Linear\) has a backward hook"):
+        tree_model(model).explain()
+    handle.remove()
+    assert tree_model(model).check().ok
+
+
+def test_refusal_leaves_torch_as_it_was():
+    before = (torch.Tensor.register_hook, torch.inference_mode.__enter__, torch.autograd.Function.apply)
+    for step, *_ in LOST:
+        with pytest.raises(LostGradientError):
+            tree_model(Tiny(step)).explain()
+    assert (torch.Tensor.register_hook, torch.inference_mode.__enter__, torch.autograd.Function.apply) == before
+    x = torch.ones(2, requires_grad=True)
+    Tripled.apply(x).sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def autocast(model, x, ids):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.project[0](x.float()).to(x.dtype)
+
+
+def gradient_inside(model, x, ids):
+    return torch.func.grad(lambda values: (values**3).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("step", "why"), named([(autocast, "switches autocast on"), (gradient_inside, "takes it for a constant")])
+)
+def test_region_with_other_settings_is_refused(step, why):
+    with pytest.raises(CaptureError) as raised:
+        tree_model(Tiny(step)).explain()
+    assert why in raised.value.why
+
+
+# What keeps its gradients
+
+
+def straight_through(model, x, ids):
+    return x + (x.round() - x).detach()
+
+
+def without_gradients(model, x, ids):
+    with torch.no_grad():
+        scale = model.project[0](x)
+    return x * scale
+
+
+def checkpointed(model, x, ids):
+    return checkpoint(lambda values: model.project[0](values).sin(), x, use_reentrant=False)
+
+
+def hook_on_a_parameter(model, x, ids):
+    return x * model.gain[0]
+
+
+@pytest.mark.parametrize("step", [straight_through, without_gradients, checkpointed, hook_on_a_parameter])
+def test_gradient_that_a_graph_keeps_is_exact(step):
+    model = Tiny(step)
+    model.gain.register_hook(lambda gradient: gradient * 2)
+    assert tree_model(model).check().ok
+
+
+def test_forward_hook_is_captured():
+    model = Tiny(lambda model, x, ids: model.project[0](x))
+    model.project[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    assert tree_model(model).check().ok
+
+
+def test_first_call_without_gradients_leaves_later_ones_their_gradients():
+    model = tree_model(Tiny(without_gradients))
+    with torch.no_grad():
+        model([[1, 2], [1, 3]])
+    assert model.check().ok
+
+
+def test_weight_norm_is_exact():
+    model = Tiny(lambda model, x, ids: model.project[0](x))
+    nn.utils.parametrizations.weight_norm(model.project[0])
+    assert tree_model(model).check().ok
+
+
+def write_without_gradients(model, x, ids):
+    x = x + 0
+    with torch.no_grad():
+        x.mul_(2)
+    return x
+
+
+def test_write_without_gradients_into_a_tensor_with_them_is_refused():
+    step = Tiny(write_without_gradients)
+    require_refusal(step, LostGradientError, "x.mul_(2)", "its gradient does not", __file__)

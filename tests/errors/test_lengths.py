@@ -1,0 +1,285 @@
+"""What depends on the number of tokens, or on the values of tokens, is refused."""
+
+import pytest
+import torch
+
+from tests.errors.refusal import POSITIONS, Tiny, named, require_refusal, tree_model
+from tree_compile.errors import (
+    CaptureError,
+    ControlFlowError,
+    LengthDependentError,
+    SelfCheckError,
+    SequenceTooLongError,
+    TokenMixingError,
+)
+
+# Python code that needs one length, or the tokens
+
+
+def branch_on_length(model, x, ids):
+    if ids.shape[1] > 16:
+        x = x * 2
+    return x
+
+
+def branch_on_parity(model, x, ids):
+    if ids.shape[1] % 2:
+        x = x * 2
+    return x
+
+
+def loop_over_tokens(model, x, ids):
+    for _ in range(ids.shape[1]):
+        x = x + 1
+    return x
+
+
+def loop_over_chunks(model, x, ids):
+    for _ in range(ids.shape[1] // 16):
+        x = x + 1
+    return x
+
+
+def list_of_tokens(model, x, ids):
+    return torch.stack([token * 2 for token in x[0]])[None]
+
+
+def length_as_a_float(model, x, ids):
+    return x * float(ids.shape[1])
+
+
+def length_in_an_option(model, x, ids):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=ids.shape[1] * 1e-3)
+
+
+def branch_on_values(model, x, ids):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def branch_on_a_token(model, x, ids):
+    if ids[0, 0] == 1:
+        return x
+    return -x
+
+
+ONE_LENGTH = [
+    (branch_on_length, "if ids.shape[1] > 16", "no one T"),
+    (branch_on_parity, "if ids.shape[1] % 2", "no one T"),
+    (loop_over_tokens, "range(ids.shape[1])", "one way through the code"),
+    (loop_over_chunks, "range(ids.shape[1] // 16)", "no one T"),
+    (list_of_tokens, "for token in x[0]", "one way through the code"),
+    (length_as_a_float, "float(ids.shape[1])", "one way through the code"),
+    (length_in_an_option, "eps=ids.shape[1]", "no one T"),
+    (branch_on_values, "if x.sum() > 0", "one way through the code"),
+    (branch_on_a_token, "if ids[0, 0] == 1", "one way through the code"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(ONE_LENGTH))
+def test_control_flow_is_refused(step, code, why):
+    require_refusal(Tiny(step), ControlFlowError, code, why, __file__)
+
+
+def test_control_flow_on_values_prints_nothing(capfd):
+    with pytest.raises(ControlFlowError):
+        tree_model(Tiny(branch_on_values)).explain()
+    assert capfd.readouterr() == ("", "")
+
+
+def branch_for_one_token(model, x, ids):
+    return x * 2 if ids.shape[1] == 1 else x
+
+
+def test_branch_for_one_token_is_found_by_the_self_check():
+    with pytest.raises(SelfCheckError):
+        tree_model(Tiny(branch_for_one_token), self_check=True).explain()
+
+
+def longer_than_a_limit(model, x, ids):
+    return x * 2 if ids.shape[1] > 48 else x
+
+
+def test_branch_above_all_lengths_of_the_call_is_a_limit():
+    model = tree_model(Tiny(longer_than_a_limit))
+    assert model.check([[1] * 48, [2] * 7]).ok
+    with pytest.raises(SequenceTooLongError) as raised:
+        model([[2], [1] * 49])
+    assert "Sequence 1 has 49 tokens" in raised.value.what
+    assert raised.value.where.code == "return x * 2 if ids.shape[1] > 48 else x"
+
+
+# The number of tokens as a value
+
+
+def divided_by_length(model, x, ids):
+    return x / ids.shape[1]
+
+
+def filled_with_length(model, x, ids):
+    return x + torch.full_like(x, ids.shape[1])
+
+
+def row_of_the_length(model, x, ids):
+    return x + model.rows[ids.shape[1]]
+
+
+def rows_up_to_the_length(model, x, ids):
+    return x + model.rows[ids.shape[1] : ids.shape[1] + 1]
+
+
+def features_moved_by_length(model, x, ids):
+    return x.roll(ids.shape[1], -1)
+
+
+def pattern_repeated_to_the_length(model, x, ids):
+    pattern = model.gain.repeat(x.shape[1])[None, :, None]
+    return (x.repeat(1, 4, 1) + pattern).view(1, 4, -1, x.shape[-1]).sum(1)
+
+
+def all_tokens_for_every_token(model, x, ids):
+    return x.repeat(1, x.shape[1], 1)
+
+
+def every_token_length_times(model, x, ids):
+    return x.repeat_interleave(x.shape[1], 1)
+
+
+USED = [
+    (divided_by_length, "x / ids.shape[1]", "uses the number of tokens as a value"),
+    (filled_with_length, "torch.full_like", "uses the number of tokens as a value"),
+    (row_of_the_length, "model.rows[ids.shape[1]]", "uses the number of tokens as a value"),
+    (rows_up_to_the_length, "model.rows[", "uses the number of tokens as a value"),
+    (features_moved_by_length, "x.roll", "uses the number of tokens as a value"),
+    (pattern_repeated_to_the_length, "model.gain.repeat", "as often as there are tokens"),
+    (all_tokens_for_every_token, "x.repeat", "as often as there are tokens"),
+    (every_token_length_times, "x.repeat_interleave", "uses the number of tokens as a value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(USED))
+def test_number_of_tokens_as_a_value_is_refused(step, code, why):
+    require_refusal(Tiny(step), TokenMixingError, code, why, __file__)
+
+
+def tensor_of_the_length(model, x, ids):
+    return x * torch.tensor(1 / ids.shape[1])
+
+
+def mean_of_positions(model, x, ids):
+    return x + torch.arange(x.shape[1], dtype=x.dtype).mean()
+
+
+def positions_from_the_end(model, x, ids):
+    return x + model.rows[torch.arange(x.shape[1] - 1, -1, -1)]
+
+
+def flipped_positions(model, x, ids):
+    return x + model.rows[torch.arange(x.shape[1]).flip(0)]
+
+
+def share_of_the_length(model, x, ids):
+    return x * (torch.arange(x.shape[1]) / x.shape[1])[:, None]
+
+
+def last_rows_of_a_table(model, x, ids):
+    return x + model.table[POSITIONS - x.shape[1] :]
+
+
+CHANGES = [
+    (tensor_of_the_length, "torch.tensor(1 / ids.shape[1])"),
+    (mean_of_positions, "torch.arange"),
+    (positions_from_the_end, "torch.arange"),
+    (flipped_positions, ".flip(0)"),
+    (share_of_the_length, "torch.arange"),
+    (last_rows_of_a_table, "model.table["),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "code"), named(CHANGES))
+def test_value_that_changes_with_the_length_is_refused(step, code):
+    require_refusal(Tiny(step), LengthDependentError, code, "cannot share a prefix", __file__)
+
+
+# Positions
+
+
+def slice_of_a_parameter(model, x, ids):
+    return x + model.rows[: x.shape[1]]
+
+
+def part_of_a_parameter(model, x, ids):
+    return x + model.rows.narrow(0, 0, x.shape[1])
+
+
+def slice_of_computed_rows(model, x, ids):
+    return x + model.project[0](model.rows)[: x.shape[1]]
+
+
+def slice_of_a_buffer(model, x, ids):
+    return x + model.table[: x.shape[1]]
+
+
+def rows_of_a_parameter(model, x, ids):
+    return x + model.rows[torch.arange(x.shape[1])]
+
+
+def rows_of_a_buffer(model, x, ids):
+    return x + model.table[torch.arange(x.shape[1])]
+
+
+def embedding_of_positions(model, x, ids):
+    return x + torch.nn.functional.embedding(torch.arange(x.shape[1]), model.rows)
+
+
+def positions_by_cumulative_sum(model, x, ids):
+    return x + model.rows[torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1]
+
+
+POSITION_TABLES = [
+    slice_of_a_parameter,
+    part_of_a_parameter,
+    slice_of_computed_rows,
+    slice_of_a_buffer,
+    rows_of_a_parameter,
+    rows_of_a_buffer,
+    embedding_of_positions,
+]
+
+
+@pytest.mark.parametrize("step", [*POSITION_TABLES, positions_by_cumulative_sum])
+def test_positions_are_exact(step):
+    assert tree_model(Tiny(step)).check().ok
+
+
+@pytest.mark.parametrize("step", POSITION_TABLES)
+def test_sequence_longer_than_the_positions_is_refused(step):
+    model = tree_model(Tiny(step))
+    assert model([[1] * POSITIONS])[0].shape[0] == POSITIONS
+    with pytest.raises(SequenceTooLongError, match=f"Sequence 1 has {POSITIONS + 1} tokens"):
+        model([[1] * 3, [2] * (POSITIONS + 1)])
+
+
+def shifted_slice(model, x, ids):
+    return x + model.rows[2 : x.shape[1] + 2]
+
+
+def test_later_rows_of_a_parameter_are_refused():
+    require_refusal(Tiny(shifted_slice), TokenMixingError, "model.rows[2 :", "as many parts", __file__)
+
+
+def positions_by_counting_tokens(model, x, ids):
+    return x + model.rows[torch.ones_like(ids).cumsum(1) - 1]
+
+
+def test_positions_counted_from_tokens_are_refused():
+    step = Tiny(positions_by_counting_tokens)
+    require_refusal(step, TokenMixingError, "cumsum", "accumulates along the tokens", __file__)
+
+
+def test_model_that_torch_export_cannot_trace_is_refused():
+    def unknown_attribute(model, x, ids):
+        return x + model.nothing
+
+    require_refusal(Tiny(unknown_attribute), CaptureError, "model.nothing", "traced as one graph", __file__)

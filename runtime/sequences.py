@@ -166,6 +166,7 @@ def _check_aligned(batch: Batch, name: str) -> None:
             raise PayloadError(
                 f"sequence {i} has {len(payload)} values in {name} and {len(tokens)} in {tokens_name}",
                 why="a payload has one value per token",
+                hint=f"give {name} one value for every token, or pass what is constant in forward_kwargs",
             )
 
 

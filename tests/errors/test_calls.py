@@ -1,0 +1,174 @@
+"""Arguments that describe one padded batch, and models that are already wrapped, are refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+
+from tests.errors.refusal import Tiny
+from tree_compile import treecompile
+from tree_compile.errors import CaptureError, TokenMixingError, UnsupportedArgumentError, WrappedModelError
+from tree_compile.tiny import tiny_model
+
+SEQUENCES = [[1, 2, 3], [1, 2, 4, 5]]
+
+
+def plain():
+    return Tiny(lambda model, x, ids: model.project[0](x))
+
+
+# Arguments
+
+ARGUMENTS = [
+    ("labels", torch.tensor([[1]]), "cross_entropy(out.logits[i][:-1], labels[i][1:])"),
+    ("attention_mask", torch.ones(1, 3), "without padding"),
+    ("position_ids", torch.arange(3)[None], "its place in its own sequence"),
+    ("cache_position", torch.arange(3), "its place in its own sequence"),
+    ("past_key_values", None, "passed whole"),
+    ("logits_to_keep", 1, "out.logits[i]"),
+    ("num_logits_to_keep", 1, "out.logits[i]"),
+    ("inputs_embeds", torch.ones(1, 3, 8), "pass token ids"),
+    ("use_cache", True, "implied"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "hint"), ARGUMENTS, ids=[name for name, *_ in ARGUMENTS])
+def test_argument_of_one_padded_batch_is_refused(name, value, hint):
+    model = treecompile(plain(), backend="eager")
+    calls = [
+        lambda: model(SEQUENCES, **{name: value}),
+        lambda: treecompile(plain(), backend="eager", forward_kwargs={name: value}),
+        lambda: model({"input_ids": SEQUENCES, name: SEQUENCES}),
+        lambda: model({"input_ids": torch.ones(2, 3, dtype=torch.int64), name: torch.ones(2, 3)}),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedArgumentError, match=f"`{name}`") as raised:
+            call()
+        assert hint in raised.value.hint
+        assert raised.value.why
+
+
+def test_loss_is_computed_as_the_hint_says():
+    model, labels = treecompile(tiny_model("llama"), min_shared_tokens=1, backend="eager"), SEQUENCES
+    with pytest.raises(UnsupportedArgumentError) as raised:
+        model(SEQUENCES, labels=labels)
+    _, code = raised.value.hint.split(": ", 1)
+    names = {"model": model, "sequences": SEQUENCES, "F": nn.functional}
+    names["labels"] = [torch.tensor(sequence) for sequence in labels]
+    exec(code, names)
+    expected = sum(
+        nn.functional.cross_entropy(model.unpacked(ids[None]).logits[0, :-1], ids[1:]) for ids in names["labels"]
+    )
+    torch.testing.assert_close(names["loss"], expected)
+
+
+def test_unknown_argument_is_refused_with_the_two_ways_to_pass_it():
+    model = treecompile(plain(), backend="eager")
+    with pytest.raises(UnsupportedArgumentError) as raised:
+        model(SEQUENCES, token_type_ids=SEQUENCES)
+    assert "model({'input_ids': […], 'token_type_ids': […]})" in raised.value.hint
+    assert "forward_kwargs={'token_type_ids': …}" in raised.value.hint
+
+
+def test_output_of_attention_weights_is_refused():
+    model = treecompile(
+        tiny_model("llama", attn_implementation="eager"), backend="eager", forward_kwargs={"output_attentions": True}
+    )
+    with pytest.raises(TokenMixingError, match="something else than the values"):
+        model(SEQUENCES)
+
+
+# Wrapped models
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh):
+    model = plain()
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def sharded_inside(mesh):
+    model = plain()
+    fully_shard(model.project[0], mesh=mesh)
+    return model
+
+
+def compiled_in_place(_mesh):
+    model = plain()
+    model.project[0].compile(backend="eager")
+    return model
+
+
+WRAPPED = [
+    ("DDP", lambda _: nn.parallel.DistributedDataParallel(plain()), "DistributedDataParallel(treecompile(model))"),
+    ("DataParallel", lambda _: nn.DataParallel(plain()), "DistributedDataParallel(treecompile(model))"),
+    ("FSDP", lambda _: FullyShardedDataParallel(plain(), device_id=torch.device("cpu")), "fully_shard(treecompile"),
+    ("fully_shard", sharded, "fully_shard(treecompile(model))"),
+    ("fully_shard inside", sharded_inside, "fully_shard(treecompile(model))"),
+    ("DTensor", lambda mesh: distribute_module(plain(), mesh), "shard after that"),
+    ("torch.compile", lambda _: torch.compile(plain()), "treecompile compiles it"),
+    ("module.compile", compiled_in_place, "treecompile compiles it"),
+    ("treecompile", lambda _: treecompile(plain()), "`unpacked`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrap", "hint"), [case[1:] for case in WRAPPED], ids=[case[0] for case in WRAPPED])
+def test_wrapped_model_is_refused(process_group, wrap, hint):
+    model = wrap(process_group)
+    with pytest.raises(WrappedModelError) as raised:
+        treecompile(model)
+    assert hint in raised.value.hint
+
+
+def test_model_that_is_wrapped_later_is_refused_at_the_first_call(process_group):
+    model = plain()
+    tree = treecompile(model, backend="eager")
+    fully_shard(model.project[0], mesh=process_group)
+    with pytest.raises(WrappedModelError):
+        tree(SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.parallel.DistributedDataParallel, fully_shard], ids=["DistributedDataParallel", "fully_shard"]
+)
+def test_wrapping_the_tree_model_is_exact(process_group, wrap):
+    model = Tiny(lambda model, x, ids: x)
+    del model.project, model.gain, model.rows
+    expected = [model(torch.tensor([sequence]))[0] for sequence in SEQUENCES]
+    torch.stack([part.square().sum() for part in expected]).sum().backward()
+    gradient = model.head.weight.grad.clone()
+    model.zero_grad()
+    out = wrap(treecompile(model, min_shared_tokens=1, backend="eager"))(SEQUENCES)
+    for part, of_model in zip(out, expected, strict=True):
+        torch.testing.assert_close(part, of_model)
+    torch.stack([part.square().sum() for part in out]).sum().backward()
+    found = model.head.weight.grad
+    torch.testing.assert_close(getattr(found, "to_local", lambda: found)(), gradient)
+
+
+def test_parameters_on_the_meta_device_are_refused():
+    with torch.device("meta"):
+        model = plain()
+    with pytest.raises(CaptureError, match="meta device"):
+        treecompile(model)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="not function"):
+        treecompile(lambda ids: ids)
+
+
+@pytest.mark.parametrize("options", [{"backend": "tpu"}, {"objective": "best"}])
+def test_option_without_meaning_is_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        treecompile(plain(), **options)

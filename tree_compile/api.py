@@ -148,7 +148,10 @@ class TreeModel(nn.Module):
         key = (input_names, state_of(self.unpacked))
         if key not in self._programs:
             self._forget(input_names)
-            self._programs[key] = self._make(input_names)
+            program = self._make(input_names)
+            # A model may count its calls, and the self-check calls it.
+            key = (input_names, state_of(self.unpacked))
+            self._programs[key] = program
         proved = self._programs[key].rewritten.proved
         if proved is not None and longest > proved:
             self._programs[key] = prove_further(

@@ -93,26 +93,46 @@ def _on_device(values: np.ndarray[Any, Any], padding: int, device: torch.device)
     return torch.from_numpy(padded).to(device, non_blocking=True)
 
 
+Setting = bool | int | float | str | None
+_SETTINGS = {bool, int, float, str, type(None)}
+
+
 class State(NamedTuple):
     """What a captured graph depends on.
 
     Attributes:
-        modes: for every module, whether it trains, and how many hooks it has.
+        modes: for every module, whether it trains.
+        hooks: for every module, its hooks.
+        settings: for every module, its attributes that are numbers, texts or flags; the same of its config.
         parameters: identity, dtype and device of each.
         buffers: the same, and how often each was changed in place.
     """
 
-    modes: tuple[tuple[bool, int, int], ...]
+    modes: tuple[bool, ...]
+    hooks: tuple[tuple[int, ...], ...]
+    settings: tuple[tuple[tuple[str, Setting], ...], ...]
     parameters: tuple[tuple[int, torch.dtype, torch.device], ...]
     buffers: tuple[tuple[int, torch.dtype, torch.device, int], ...]
 
 
 def state_of(model: nn.Module) -> State:
     """Changes whenever a captured graph of `model` may no longer be the model."""
+    modules = list(model.modules())
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     return State(
-        tuple(
-            (module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
-        ),
+        tuple(module.training for module in modules),
+        tuple(_hooks(module) for module in modules),
+        tuple(_settings(owner) for owner in (*modules, *configs.values())),
         tuple((id(p), p.dtype, p.device) for p in model.parameters()),
         tuple((id(b), b.dtype, b.device, b._version) for b in model.buffers()),
     )
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return tuple(number for hooks in kinds for number in hooks)
+
+
+def _settings(owner: Any) -> tuple[tuple[str, Setting], ...]:
+    attributes = getattr(owner, "__dict__", {}).items()
+    return tuple([(name, value) for name, value in attributes if type(value) in _SETTINGS and name != "training"])

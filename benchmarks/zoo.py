@@ -35,7 +35,7 @@ from tree_compile import TreeCompileError, treecompile
 from tree_compile.selfcheck import CheckReport
 from tree_compile.tiny import tiny_model
 
-SECONDS = 120
+SECONDS = 300
 MEMORY = 8 << 30
 FLOAT32_INSIDE = 2e-6
 """Greatest relative difference that a part computed in float32 inside of a float64 model explains."""
@@ -245,7 +245,7 @@ def _remark(result: Result) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _run(names: Sequence[str], seconds: float) -> list[Result]:
+def _run(names: Sequence[str], seconds: float, file: Path | None) -> list[Result]:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -253,6 +253,8 @@ def _run(names: Sequence[str], seconds: float) -> list[Result]:
     for name in names:
         results.append(examine_apart(name, seconds))
         print(results[-1], flush=True)
+        if file is not None:
+            file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     return results
 
 
@@ -268,9 +270,7 @@ def main() -> None:
     if options.from_json:
         results = [Result(**entry) for entry in json.loads(options.json.read_text())]
     else:
-        results = _run(options.model_types or model_types(), options.seconds)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        results = _run(options.model_types or model_types(), options.seconds, options.json)
     if options.page:
         options.page.write_text(page(results))
     print(summary(results))

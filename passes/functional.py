@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import is_batchedtensor
 
 from tree_compile.errors import LengthDependentError, TokenMixingError
 from tree_compile.passes.random import draws
@@ -81,7 +82,7 @@ class _Memory:
         for node in graph.nodes:
             for storage in () if _is_only_copied(node) else storages(node):
                 self._nodes.setdefault(self._place(storage), []).append(node)
-            if node.target in _INACTIVE_COPIES and not draws(node):
+            if node.target in _INACTIVE_COPIES and not draws(node) and [*storages(node)]:
                 self._unite(node, node.args[0])
 
     def _unite(self, first: fx.Node, second: Any) -> None:
@@ -114,7 +115,8 @@ def storages(node: fx.Node) -> Iterator[int]:
     """The memory that each tensor of the node's value had while the model was traced."""
     value = node.meta.get("val")
     for tensor in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(tensor, Tensor):
+        # The tensors inside of torch.vmap have no storage of their own; the proof refuses them.
+        if isinstance(tensor, Tensor) and not is_batchedtensor(tensor):
             yield tensor.untyped_storage()._cdata
 
 

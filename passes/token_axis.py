@@ -52,7 +52,8 @@ def _result(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol
     if node.op == "placeholder" or node.meta.get(OUTSIDE):
         return _per_token(node, symbol)
     if node.op == "get_attr":
-        return Value((None,) * node.meta["val"].dim())
+        # The body of a region such as torch.cond is an attribute too; the region itself has no rule.
+        return Value((None,) * (node.meta["val"].dim() if is_tensor(node) else 0))
     if node.target is operator.getitem:
         parts: Any = known[node.args[0]]  # type: ignore[index]
         return parts[node.args[1]]
@@ -151,7 +152,8 @@ def _unknown(node: fx.Node) -> UnknownOpError:
         f"The operation {_name(node)} is not known.",
         where=source_line(node),
         why="there is no rule that says how it treats the token axis, so it cannot be proved to keep sequences apart.",
-        hint="if it works token by token, say so: tree_compile.passes.token_rules.register_token_rule(op, elementwise).",
+        hint="if it works token by token, say so: "
+        "tree_compile.passes.token_rules.register_token_rule(op, elementwise).",
     )
 
 

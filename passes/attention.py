@@ -199,7 +199,7 @@ def _biases_fit(match: AttentionMatch) -> bool:
 
 
 def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
-    """The dimensions before tokens and width in the output; scores may have been reshaped on their way to the values."""
+    """Sizes before tokens and width in the output; scores may have been reshaped on their way to the values."""
     sizes = dict(zip(match.output_order, shape_of(match.output), strict=True))
     return tuple(sizes[dim] for dim in range(len(sizes) - 2))
 

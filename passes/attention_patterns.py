@@ -233,10 +233,8 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
     target = node.target
     if _keeps_pairs(node):
         return args[0], reading
-    if target in _SCALINGS and (factor := _number(args[1], statics)) is not None:
-        return args[0], reading.scaled(1.0 / factor if target in _DIVISIONS else factor)
-    if target is aten.mul.Tensor and isinstance(statics.kinds.get(args[1]), Pair) and reading.bound is None:
-        return args[0], replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, args[1])))
+    if target in _SCALINGS and (scaled := _scaled(node, reading, statics)) is not None:
+        return args[0], scaled
     if _is_floor_below_all(node, statics):
         return args[0], reading
     if target is aten.tanh.default and reading.bound is None:
@@ -250,6 +248,16 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
     if target is aten.cat.default and reading.scores.sinks is None:
         return _read_sinks(node, reading)
     raise NoMatch(f"the step {_name(node)} between the product of queries and keys and the softmax is not known")
+
+
+def _scaled(node: fx.Node, reading: _Reading, statics: StaticValues) -> _Reading | None:
+    """Scores times a number, or times a static pair table."""
+    factor: Any = node.args[1]
+    if (number := _number(factor, statics)) is not None:
+        return reading.scaled(1.0 / number if node.target in _DIVISIONS else number)
+    if node.target is aten.mul.Tensor and isinstance(statics.kinds.get(factor), Pair) and reading.bound is None:
+        return replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, factor)))
+    return None
 
 
 def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:

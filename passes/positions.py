@@ -58,9 +58,12 @@ class RewritePositions:
             elif isinstance(kind, Fill) and _comes_from_a_buffer(node):
                 self._gather_fill(node, users)
         symbol = token_symbol(graph_module.graph)
-        for node in list(graph_module.graph.nodes):
-            if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_first_rows(node, symbol):
-                findings.append(_rows_at_positions(graph_module.graph, node))
+        first_rows = [
+            node
+            for node in graph_module.graph.nodes
+            if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_first_rows(node, symbol)
+        ]
+        findings += [_rows_at_positions(graph_module.graph, node) for node in first_rows]
         return PassReport(self.name, tuple(findings))
 
     def _gather(self, node: fx.Node, kind: Table, users: list[fx.Node]) -> Finding:
@@ -112,7 +115,7 @@ def _is_row_number(node: fx.Node, user: fx.Node) -> bool:
     return user.args[0] is not node and any(not isinstance(size, int) for size in shape_of(user.args[0]))  # type: ignore[arg-type]
 
 
-def position_limit(graph_module: fx.GraphModule, statics: StaticValues) -> LengthLimit:
+def position_limit(statics: StaticValues) -> LengthLimit:
     """The longest sequence whose positions all have a row in the model's embeddings of positions."""
     limit = LengthLimit()
     for node, kind in statics.kinds.items():

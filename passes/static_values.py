@@ -209,9 +209,7 @@ def _shared_frontier(graph: fx.Graph, static: set[fx.Node], symbol: Any) -> set[
     """
     while True:
         frontier = _frontier(graph, static)
-        reshaping = {
-            node for node in frontier if static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)
-        }
+        reshaping = {node for node in frontier if static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)}
         if not reshaping:
             return frontier
         static -= reshaping
@@ -315,10 +313,57 @@ def _last_possible(
 
 
 _PLAIN = frozenset(
-    "arange sym_size add sub unsqueeze slice select expand view reshape permute transpose index to clone detach alias "
-    "lift_fresh_copy le lt ge gt eq ne __and__ __or__ logical_and logical_or logical_not bitwise_and bitwise_or "
-    "bitwise_not ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like scalar_tensor where "
-    "masked_fill diff cumsum floor_divide tril triu".split()
+    [
+        "arange",
+        "sym_size",
+        "add",
+        "sub",
+        "unsqueeze",
+        "slice",
+        "select",
+        "expand",
+        "view",
+        "reshape",
+        "permute",
+        "transpose",
+        "index",
+        "to",
+        "clone",
+        "detach",
+        "alias",
+        "lift_fresh_copy",
+        "le",
+        "lt",
+        "ge",
+        "gt",
+        "eq",
+        "ne",
+        "__and__",
+        "__or__",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "ones",
+        "zeros",
+        "full",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "scalar_tensor",
+        "where",
+        "masked_fill",
+        "diff",
+        "cumsum",
+        "floor_divide",
+        "tril",
+        "triu",
+    ]
 )
 """Operators of masks that compare positions, moved by constants, with each other."""
 
@@ -414,7 +459,7 @@ def _same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
 
 
 def _greatest(samples: Sequence[Tensor]) -> float:
-    return max(float(sample.abs().double().max()) for sample in samples)
+    return max(float((sample if sample.dtype == torch.bool else sample.abs()).max()) for sample in samples)
 
 
 def _first_of_range(value: Tensor, dim: int) -> int | None:

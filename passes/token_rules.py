@@ -161,7 +161,8 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 for _operator in _operators(
-    "dropout fill zero masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar type_as copy lerp polar rsub "
+    "dropout fill zero masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar "
+    "type_as copy lerp polar rsub "
     "__and__ __or__ multiply divide.Tensor divide.Scalar subtract true_divide absolute negative greater greater_equal "
     "less less_equal not_equal isclose isreal hardswish log_sigmoid special_xlogy special_expm1 special_log1p "
     "special_exp2 arccos arctan arctan2 ldexp fix copysign.Tensor"
@@ -600,9 +601,8 @@ def _slice_scatter(step: Step) -> Value:
     whole, part = step.value("self"), step.value("src")
     place = step.dim(step["dim"], len(whole.axes))
     part_axes = part.axes if "start" in step.arguments else (*part.axes[:place], None, *part.axes[place:])
-    if whole.axes[place] is not None and (
-        "start" not in step.arguments or size_expression(shape_of(step["src"])[place]) != size_expression(shape_of(step["self"])[place])
-    ):
+    sizes = [size_expression(shape_of(step[name])[place]) for name in ("src", "self") if "start" in step.arguments]
+    if whole.axes[place] is not None and (not sizes or sizes[0] != sizes[1]):
         raise Mixes("it writes some of the tokens only")
     if whole.axes[place] is None and any(is_size(argument) for argument in step.node.args):
         raise Mixes(USES_LENGTH)

@@ -39,7 +39,7 @@ def tree_attention(
         key: [1, Hk, T, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
         value: [1, Hk, T, Dv].
         segments: int64 on the CPU, [S >= 2, 5]: start, end, subtree_end, parent, position of each segment in
-            pre-order. Entries with start == end are skipped.
+            pre-order, without gaps. Entries of zeros at the end are skipped.
         position: int64 [T], index of each token in its own sequence.
         subtree_end: int64 [T], one past the last row index of the subtree of each token's segment.
         scale: factor on q.k.
@@ -51,13 +51,14 @@ def tree_attention(
         pair_bias: [Hq or 1, T, T] in row coordinates, added to the scores, may hold -inf; receives no gradient.
 
     Returns:
-        [1, Hq, T, Dv] in the dtype of `query`. Rows that no segment covers are 0 and receive gradient 0.
+        [1, Hq, T, Dv] in the dtype of `query`. Rows behind the last segment are padding: 0, and with gradient 0.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together, or a bias would need a gradient.
     """
     query, key, value = _autocast(query, key, value)
-    _check(query, key, value)
+    _check(query, key, value, segments)
+    _check_biases(key_bias, pair_bias)
     if query.device.type == "cuda":
         score = Score(scale, window, chunk, softcap, key_bias, pair_bias)
         return flex_tree_attention(query, key, value, segments, position, subtree_end, sinks, score)
@@ -72,7 +73,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
     if query.dim() != 4 or query.shape[0] != 1:
         raise ValueError(f"query must be [1, heads, tokens, width], not {tuple(query.shape)}")
     if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[1] % key.shape[1] != 0:
@@ -83,3 +84,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"query is {query.shape[3]} wide and key is {key.shape[3]} wide")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
+    if segments.device.type != "cpu":
+        raise ValueError(f"segments must be on the CPU, which reads them, and not on {segments.device}")
+
+
+def _check_biases(*biases: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(bias is not None and bias.requires_grad for bias in biases):
+        raise ValueError("key_bias and pair_bias receive no gradient: detach them, or do not train what they come from")

@@ -17,7 +17,7 @@ from tree_compile.runtime.attention_score import Score
 
 __all__ = ["attention_op"]
 
-# The most scores of one block call where the mask differs between heads and so is one number per score.
+# About how many scores a block call has where the mask differs between heads, and so has as many numbers.
 _MASK_BUDGET = 1 << 23
 
 
@@ -43,21 +43,19 @@ def attention_op(
     chunk: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, Hq, T, Dv] and the log-sum-exp [1, Hq, T] of the scores and the sink; 0 where nothing is seen."""
+    """The output [1, Hq, T, Dv] and the log-sum-exp [1, Hq, T] of the scores and the sink."""
     heads = key.shape[1]
     score = _grouped_score(scale, window, chunk, softcap, key_bias, pair_bias, heads)
     out, lse = _empty_outputs(query, value)
     total = out.zero_() if out.dtype == lse.dtype else torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(float("-inf"))
     inputs = _grouped_inputs(query, key, value)
-    plan = _schedule(segments, score, query.shape[1])
+    plan = _schedule(segments, score, query.shape[1], query.shape[3])
     _forward(inputs, _group(total, heads), _group(lse, heads), plan, score)
     if sinks is not None:
         sink = sinks.to(lse.dtype)[None, :, None]
         total.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))
         torch.logaddexp(lse, sink, out=lse)
-    # Padding rows: any finite value serves the backward, whose other factors are 0 there.
-    lse.masked_fill_(lse == float("-inf"), 0.0)
     if total is not out:
         out.copy_(total)
     return out, lse
@@ -92,7 +90,7 @@ def _backward_op(
     exact = query.dtype == lse.dtype
     totals = [result.zero_() if exact else torch.zeros_like(result, dtype=lse.dtype) for result in results[:3]]
     inputs, sums = _grouped_inputs(query, key, value), _grouped_inputs(*totals)
-    plan = _schedule(segments, score, query.shape[1])
+    plan = _schedule(segments, score, query.shape[1], query.shape[3])
     _backward(inputs, _group(grad, heads), _group(out, heads), _group(lse, heads), sums, plan, score)
     if not exact:
         for result, total in zip(results[:3], totals, strict=True):
@@ -170,13 +168,13 @@ def _group_bias(bias: Tensor | None, heads: int) -> Tensor | None:
     return _group(bias[None], heads if bias.shape[0] > 1 else 1)
 
 
-def _schedule(segments: Tensor, score: Score, heads: int) -> Schedule:
-    block = BLOCK
+def _schedule(segments: Tensor, score: Score, heads: int, width: int) -> Schedule:
+    block, channels = BLOCK, heads * width if score.plain else None
     per_head = [bias for bias in (score.key_bias, score.pair_bias) if bias is not None and bias.shape[:2] != (1, 1)]
     if per_head:
         longest = int((segments[:, 4] + segments[:, 1] - segments[:, 0]).max())
-        block = max(1, min(BLOCK, _MASK_BUDGET // (heads * longest)))
-    return schedule(segments, score.window, score.chunk, score.plain, block)
+        block = min(BLOCK, max(8, _MASK_BUDGET // (heads * longest)))
+    return schedule(segments, score.window, score.chunk, channels, block)
 
 
 def _forward(inputs: _Inputs, total: Tensor, lse: Tensor, plan: Schedule, score: Score) -> None:

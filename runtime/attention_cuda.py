@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,10 +36,11 @@ def flex_tree_attention(
     arguments = (query, key, value, segments, position, subtree_end, sinks, score)
     if torch.compiler.is_compiling():
         return _attend(*arguments)
+    from torch._dynamo import config as dynamo_config
+
     # The kernels take no symbolic floats, and the options of a model are few.
-    with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
-        out: Tensor = _compiled_attend(*arguments)
-        return out
+    with dynamo_config.patch(specialize_float=True, specialize_int=True):
+        return _compiled_attend()(*arguments)
 
 
 def _attend(
@@ -69,7 +70,11 @@ def _attend(
     return (out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(out.dtype)
 
 
-_compiled_attend: Any = torch.compile(_attend, dynamic=True, fullgraph=True)
+# Made when first used: torch.compile takes seconds to import.
+@cache
+def _compiled_attend() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(_attend, dynamic=True, fullgraph=True)
+    return compiled
 
 
 def _at_least_narrowest(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def visible_pairs(segments: Tensor, tokens: int, window: int = 0, chunk: int = 0
         chunk: as in `tree_attention`.
 
     Returns:
-        bool [T, T], queries first. A row that no segment covers sees nothing.
+        bool [T, T], queries first. A padding row sees nothing.
     """
     position = torch.zeros(tokens, dtype=torch.int64)
     subtree_end = torch.zeros(tokens, dtype=torch.int64)

@@ -30,11 +30,11 @@ BLOCK = 128
 _MANY_RANGES = 32
 
 # Costs in units of one (query, key) pair, fitted to forward and backward of the stock kernel at 8 heads of width 64.
-_CALL_COST = 1200.0  # of a call, whatever its size
+_CALL_COST = 600_000.0  # of a call, divided by the number of channels: a pair costs the more, the more channels it has
 _MERGE_COST = 20.0  # of a query row in a segment call: its log-sum-exp merge and the kernel's work per row
 _CAUSAL_WASTE = 384  # keys beyond the diagonal that a causal call computes for each query, by its tile sizes
 _BLOCK_PAIR_COST = 1.25  # of a pair in a block call, which gathers keys and reads a mask
-_BLOCK_ROW_COST = 1.2 * BLOCK  # of a query row in a block call: the invisible part of its block
+_BLOCK_ROW_COST = 1.15 * BLOCK  # of a query row in a block call: the invisible part of its block
 
 Range = tuple[int, int]
 Rows = NDArray[np.int64]
@@ -76,14 +76,15 @@ class Schedule(NamedTuple):
     subtree_end: Tensor
 
 
-def schedule(table: Tensor, window: int, chunk: int, by_segment: bool, block: int = BLOCK) -> Schedule:
+def schedule(table: Tensor, window: int, chunk: int, channels: int | None, block: int = BLOCK) -> Schedule:
     """The calls that cover every visible pair once.
 
     Args:
         table: int64 [S, 5] on the CPU, as `tree_attention` takes it.
         window: as in `tree_attention`.
         chunk: as in `tree_attention`.
-        by_segment: allow segment calls; a query may then be in several calls, whose results must be merged.
+        channels: query heads times width, to weigh the two kinds of call: a query may then be in several calls, whose
+            results must be merged. None: block calls only, with each query in one.
         block: the most query rows of a block call.
 
     Raises:
@@ -91,14 +92,17 @@ def schedule(table: Tensor, window: int, chunk: int, by_segment: bool, block: in
     """
     if table.dim() != 2 or table.shape[1] != len(Segment._fields) or table.dtype != torch.int64:
         raise ValueError(f"segments must be int64 [S, {len(Segment._fields)}], not {table.dtype} {tuple(table.shape)}")
-    return _cached_schedule(table.numpy().tobytes(), window, chunk, by_segment, block)
+    return _cached_schedule(table.numpy().tobytes(), window, chunk, channels, block)
 
 
 # All layers of a model and both directions ask for the same few schedules.
 @lru_cache(maxsize=16)
-def _cached_schedule(table: bytes, window: int, chunk: int, by_segment: bool, block: int) -> Schedule:
+def _cached_schedule(table: bytes, window: int, chunk: int, channels: int | None, block: int) -> Schedule:
     segments = [Segment(*entry) for entry in np.frombuffer(table, np.int64).reshape(-1, 5).tolist()]
-    calls = _mixed_calls(segments, block) if by_segment else _block_calls(segments, 0, window, chunk, block)
+    if channels is None:
+        calls = _block_calls(segments, 0, window, chunk, block)
+    else:
+        calls = _mixed_calls(segments, _CALL_COST / channels, block)
     return Schedule(tuple(calls), *_tables(segments))
 
 
@@ -111,9 +115,9 @@ def _tables(segments: list[Segment]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(position), torch.from_numpy(subtree_end)
 
 
-def _mixed_calls(segments: list[Segment], block: int) -> Iterator[Call]:
+def _mixed_calls(segments: list[Segment], call_cost: float, block: int) -> Iterator[Call]:
     """Segment calls from the roots down; block calls for runs of sibling subtrees where those are cheaper."""
-    in_blocks = _cheaper_in_blocks(segments)
+    in_blocks = _cheaper_in_blocks(segments, call_cost)
     index = 0
     while index < len(segments):
         segment = segments[index]
@@ -127,7 +131,7 @@ def _mixed_calls(segments: list[Segment], block: int) -> Iterator[Call]:
         index = after
 
 
-def _cheaper_in_blocks(segments: list[Segment]) -> list[bool]:
+def _cheaper_in_blocks(segments: list[Segment], call_cost: float) -> list[bool]:
     """Whether block calls are the cheaper way for each whole subtree, by the cost constants."""
     in_blocks = [False] * len(segments)
     below_cost, below_pairs = [0.0] * len(segments), [0] * len(segments)
@@ -137,9 +141,9 @@ def _cheaper_in_blocks(segments: list[Segment]) -> list[bool]:
         if own == 0:
             continue
         pairs = own * (own + 1) // 2 + own * (rows - own) + below_pairs[index]
-        by_block = _BLOCK_PAIR_COST * pairs + _BLOCK_ROW_COST * rows
+        by_block = _BLOCK_PAIR_COST * pairs + (_BLOCK_ROW_COST + call_cost / BLOCK) * rows
         computed = own * min(own, own // 2 + _CAUSAL_WASTE) + own * (rows - own)
-        by_segment = _CALL_COST + computed + _MERGE_COST * rows + below_cost[index]
+        by_segment = call_cost + computed + _MERGE_COST * rows + below_cost[index]
         in_blocks[index] = by_block < by_segment
         if parent >= 0:
             below_cost[parent] += min(by_block, by_segment)
@@ -153,8 +157,8 @@ def _end_of_run(segments: list[Segment], index: int, in_blocks: list[bool]) -> i
     after = index + 1
     while after < len(segments):
         segment = segments[after]
-        if segment.start >= row or segment.start == segment.end:
-            if segment.parent != parent or not in_blocks[after] or segment.start != row:
+        if segment.start == row:
+            if segment.parent != parent or not in_blocks[after]:
                 break
             row = segment.subtree_end
         after += 1
@@ -169,7 +173,7 @@ def _block_calls(segments: list[Segment], base: int, window: int, chunk: int, bl
         row = segment.start
         while row < segment.end:
             position = segment.position + row - segment.start
-            if pending is None or row != pending[1] or row - pending[0] == block:
+            if pending is None or row - pending[0] == block:
                 if pending is not None:
                     yield _block_call(*pending, base, window, chunk)
                 pending = (row, row, position, path[: position - base].copy())

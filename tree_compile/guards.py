@@ -81,9 +81,7 @@ def _limit(guard: str, example: int) -> int | None:
     return _last_true(holds, lengths[first_false - 1], lengths[first_false])
 
 
-def length_limit(
-    guards: Iterable[str], graph: fx.Graph, example: int
-) -> tuple[LengthLimit, ControlFlowError | None]:
+def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> tuple[LengthLimit, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
     A guard that holds for every length of two tokens or more says nothing; one that holds up to some length is a

@@ -88,7 +88,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     run_pass(graph_module, RefuseBatchNorm(), trail)
     run_pass(graph_module, Functionalize(), trail)
     statics = find_static_values(graph_module, captured.limit.tokens, reach)
-    limits = _limits(captured, graph_module, statics)
+    limits = _limits(captured, statics)
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
@@ -119,6 +119,6 @@ def _batched(graph: fx.Graph) -> tuple[bool, ...]:
     return tuple(shape_of(result)[0] == 1 for result in output.all_input_nodes)
 
 
-def _limits(captured: Captured, graph_module: fx.GraphModule, statics: StaticValues) -> tuple[LengthLimit, ...]:
-    found = (captured.limit, position_limit(graph_module, statics))
+def _limits(captured: Captured, statics: StaticValues) -> tuple[LengthLimit, ...]:
+    found = (captured.limit, position_limit(statics))
     return tuple(sorted((limit for limit in found if limit.tokens is not None), key=lambda limit: limit.tokens or 0))

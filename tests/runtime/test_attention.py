@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.pages import run_page
 from tests.runtime.trees import Spec, random_forest, row_tensors, segment_table
 from tree_compile.runtime.attention import tree_attention
 from tree_compile.runtime.attention_reference import tree_attention_reference
@@ -21,6 +22,7 @@ FORESTS: dict[str, list[Spec]] = {
     "several_roots": [(5, []), (1, [(3, []), (4, [])]), (7, [])],
     "siblings": [(30, [(3, [])] * 200)],
     "long_siblings": [(150, [(140, []), (130, [(20, []), (150, [])])])],
+    "short_under_and_beside_long": [(50, [(300, [(1, [])] * 300), (7, [])]), (9, [])],
     "one_token_segments": [(1, [(1, [(1, [(1, [])] * 2), (1, [])]), (1, [])])],
     "random_short": random_forest(random.Random(1), 300, 3),
     "random_long": random_forest(random.Random(2), 500, 90),
@@ -270,3 +272,27 @@ def test_inputs_that_do_not_fit_are_named(change: dict[str, Tensor], message: st
         setattr(inputs, name, tensor)
     with pytest.raises(ValueError, match=message):
         tree_attention(inputs.query, inputs.key, inputs.value, inputs.segments, *rows, scale=1.0)
+
+
+@pytest.mark.parametrize("name", ["key_bias", "pair_bias"])
+def test_bias_that_would_need_a_gradient_is_refused(name: str) -> None:
+    inputs = problem([(20, [])], **{name: "each"})
+    bias = inputs.options[name]
+    assert isinstance(bias, Tensor)
+    bias.requires_grad_()
+    with pytest.raises(ValueError, match="no gradient"):
+        inputs.tree()
+    with torch.no_grad():
+        assert torch.allclose(inputs.tree(), inputs.reference())
+
+
+def test_segments_on_another_device_are_refused() -> None:
+    inputs = problem([(20, [])])
+    inputs.segments = inputs.segments.to("meta")
+    rows = (torch.empty(0), torch.empty(0))
+    with pytest.raises(ValueError, match="segments must be on the CPU"):
+        tree_attention(inputs.query, inputs.key, inputs.value, inputs.segments, *rows, scale=1.0)
+
+
+def test_attention_page_examples_are_right() -> None:
+    assert run_page("attention.md") > 0

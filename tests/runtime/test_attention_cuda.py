@@ -57,7 +57,7 @@ def flex(tensors: list[Tensor], options: dict[str, object]) -> Tensor:
 @pytest.fixture(autouse=True)
 def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention with dense scores: its kernels for the CPU take a minute to build."""
-    monkeypatch.setattr(attention_cuda, "_compiled_attend", attention_cuda._attend)
+    monkeypatch.setattr(attention_cuda, "_compiled_attend", lambda: attention_cuda._attend)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -124,7 +124,7 @@ def test_untraced_flex_attention_is_compiled_once_for_all_trees(monkeypatch: pyt
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention_cuda._attend, backend=counter, fullgraph=True, dynamic=True)
-    monkeypatch.setattr(attention_cuda, "_compiled_attend", compiled)
+    monkeypatch.setattr(attention_cuda, "_compiled_attend", lambda: compiled)
     for model, options in MODELS:
         assert _compilations_after_two_rows(model, options, counter) == 0
     assert counter.frame_count > 0

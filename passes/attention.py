@@ -182,7 +182,9 @@ class RewriteAttention:
         keywords["key_bias"] = _total(graph, biases)
         if form.dense:
             keywords["pair_bias"] = self.tables.pairs([(mask.node, mask.hides) for mask in scores.masks])
-        return {name: value for name, value in keywords.items() if value is not None and value != 0}
+        return {
+            name: value for name, value in keywords.items() if name == "scale" or (value is not None and value != 0)
+        }
 
     def _key_bias(self, graph: fx.Graph, bias: KeyBias) -> fx.Node:
         gathered = self.tables.at_positions(bias.node, bias.dim)

@@ -41,7 +41,7 @@ class Block(nn.Module):
     def __init__(self, function: Function, section: Section, source: fx.GraphModule) -> None:
         super().__init__()
         self._function = function
-        self._names = [path.replace(".", "__") for path in section.attributes]
+        self._names = [f"tensor_{place}" for place in range(len(section.attributes))]
         for name, path in zip(self._names, section.attributes, strict=True):
             _register(self, name, attrgetter(path)(source))
 

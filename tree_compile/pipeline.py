@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.vocabulary import vocabulary_size
+
+_CAPTURING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,13 @@ def rewrite_model(
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
-    captured = capture(model, input_names, keywords)
+    # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
+    # torch.export and what is switched for it are global.
+    with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
+        return _rewritten(capture(model, input_names, keywords), reach)
+
+
+def _rewritten(captured: Captured, reach: int) -> Rewritten:
     try:
         rewritten = rewrite(captured, reach)
     except Exception as error:
@@ -115,8 +124,8 @@ def _dtypes(graph: fx.Graph) -> frozenset[torch.dtype]:
 
 
 def _batched(graph: fx.Graph) -> tuple[bool, ...]:
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    return tuple(shape_of(result)[0] == 1 for result in output.all_input_nodes)
+    results: Any = graph.output_node().args[0]
+    return tuple(shape_of(result)[0] == 1 for result in results)
 
 
 def _limits(captured: Captured, statics: StaticValues) -> tuple[LengthLimit, ...]:

@@ -255,3 +255,38 @@ def test_options_without_a_meaning_are_refused(model: nn.Module, options: dict[s
 def test_a_model_that_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         treecompile(lambda ids: ids)  # type: ignore[arg-type]
+
+
+def test_a_first_call_without_gradients_captures_the_same_model() -> None:
+    class Stopped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.still, self.head = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            with torch.no_grad():
+                still = self.still(x)
+            return self.head(x + still)
+
+    model = Stopped()
+    tree_model = treecompile(model, min_shared_tokens=2, backend="eager")
+    with torch.no_grad():
+        tree_model(SEQUENCES)
+    tree_model(SEQUENCES).logits[0].sum().backward()
+    assert model.still.weight.grad is None
+    assert model.embed.weight.grad is not None
+
+
+def test_parameters_with_alike_names_are_kept_apart() -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.w = nn.Embedding(50, 8), nn.Linear(8, 50), nn.Module()
+            self.w.a, self.w__a = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.embed(input_ids) * self.w.a + self.w__a)
+
+    model = Alike()
+    assert_exact(treecompile(model, min_shared_tokens=2, backend="eager")(SEQUENCES), model)

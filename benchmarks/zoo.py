@@ -190,15 +190,20 @@ def _send(sender: Connection, model_type: str) -> None:
     try:
         sender.send(examine(model_type))
     except Exception as error:
-        outcome = "cannot be built" if "allocate memory" in str(error) else "crashes"
-        sender.send(Result(model_type, outcome, error=_first_line(error), where=_last_frame(error)))
+        sender.send(_failure(model_type, error))
+
+
+def _failure(model_type: str, error: Exception) -> Result:
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return Result(model_type, "cannot be built", error=f"it needs more than {MEMORY >> 30} GB")
+    return Result(model_type, "crashes", error=_first_line(error), where=_last_frame(error))
 
 
 def _last_frame(error: BaseException) -> str:
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}"
 
 
 # Reports
@@ -227,7 +232,8 @@ type that has a causal language model there, compared with its tree model, outpu
 
 *exact*: equal up to rounding, with the greatest relative difference of outputs and of gradients. Where it is more than
 1e-9 for a float64 model, a part of the model computes in float32. *refused*: `treecompile` raises the error that is
-named, with the line of the model that it is about. *cannot be built*: transformers does not build a model of that type
+named, with the line of the model that it is about. Encoders such as BERT are built with `is_decoder=True`, without
+which they are not causal. *cannot be built*: transformers does not build a model of that type
 from its own configuration, or needs another package for it.
 
 | model type | outcome | remark |

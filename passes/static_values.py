@@ -382,7 +382,12 @@ def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
     divisors = {node.args[1] for node in operators if node.target._opname == "floor_divide"}  # type: ignore[union-attr]
     if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > GREATEST_PAIR // 2:  # type: ignore[arg-type]
         return False
-    return all(2 * constant < GREATEST_PAIR for constant in _constants(graph_module, nodes - _fills(operators)))
+    moves = [node for node in operators if node.target._opname in ("add", "sub")]  # type: ignore[union-attr]
+    if any("alpha" in node.kwargs for node in moves):
+        return False
+    moved = sum(abs(number) for node in moves for number in _numbers(node.args) if abs(number) > _SMALL_BUFFER)
+    constants = _constants(graph_module, nodes - _fills(operators))
+    return 2 * moved < GREATEST_PAIR and all(2 * constant < GREATEST_PAIR for constant in constants)
 
 
 def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.passes.lengths import that_may_change
 from tree_compile.passes.random import draws
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
@@ -121,6 +122,7 @@ def find_static_values(
     nodes = static_nodes(graph_module)
     frontier = _shared_frontier(graph_module.graph, nodes, symbol)
     wide = {node for node in frontier if sum(token_factor(size, symbol) != 0 for size in shape_of(node)) > 1}
+    may_change = that_may_change(graph_module.graph, nodes, symbol)
     kinds: dict[fx.Node, Kind] = {}
     proved: list[int] = []
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
@@ -131,6 +133,15 @@ def find_static_values(
         for node in group:
             _write_shape(node, samples[node], symbol)
             kinds[node] = _classify(node, list(samples[node].values()), symbol)
+        unsure = {
+            node: samples[node][tokens]
+            for node in group & may_change
+            if not isinstance(kinds[node], (Numbering, LengthDependent))
+        }
+        if unsure:
+            proved.append(min(tokens, reach))
+            for node in _changed_at_some_length(graph_module, nodes, kinds, unsure, proved[-1]):
+                kinds[node] = LengthDependent(_CHANGES)
     ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
     return StaticValues(frozenset(nodes), ordered, min(proved, default=None))
 
@@ -396,7 +407,29 @@ def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return {node for node in nodes if node.target._opname in names}  # type: ignore[union-attr]
 
 
+def _changed_at_some_length(
+    graph_module: fx.GraphModule,
+    nodes: set[fx.Node],
+    kinds: Mapping[fx.Node, Kind],
+    longest: Mapping[fx.Node, Tensor],
+    greatest: int,
+) -> set[fx.Node]:
+    """Of the nodes with a value at a long T, those that say something else at some T up to `greatest`."""
+    symbol = token_symbol(graph_module.graph)
+    changed: set[fx.Node] = set()
+    for tokens in range(2, greatest + 1):
+        for node, value in (_evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
+            dims = [dim for dim, size in enumerate(shape_of(node)) if token_factor(size, symbol) == 1]
+            drifts = isinstance(kinds[node], Drifting)
+            if not (_same_steps(value, longest[node], dims[0]) if drifts else _is_prefix(value, longest[node], dims)):
+                changed.add(node)
+    return changed
+
+
 # Meaning
+
+
+_CHANGES = "its value at a token changes with the number of tokens that follow"
 
 
 def _write_shape(node: fx.Node, samples: Mapping[int, Tensor], symbol: Any) -> None:
@@ -425,7 +458,7 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     if not samples or not all(_is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
         if len(dims) == 1 and len(samples) > 2 and _drifts(samples, dims[0]):
             return Drifting(dims[0], _greatest(samples))
-        return LengthDependent("its value at a token changes with the number of tokens that follow")
+        return LengthDependent(_CHANGES)
     last = samples[-1]
     if not dims:
         return Fixed(last)

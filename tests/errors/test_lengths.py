@@ -187,7 +187,19 @@ def last_rows_of_a_table(model, x, ids):
     return x + model.table[POSITIONS - x.shape[1] :]
 
 
+def other_positions_at_one_length(model, x, ids):
+    stretch = torch.where(torch.tensor(x.shape[1]) * 3 == 300, 2.0, 1.0)
+    return x * (torch.arange(x.shape[1]) * stretch)[:, None]
+
+
+def other_positions_at_every_97th_length(model, x, ids):
+    position = torch.arange(x.shape[1])
+    return x * (position + (position.max() % 97 == 50).long())[:, None]
+
+
 CHANGES = [
+    (other_positions_at_one_length, "torch.arange(x.shape[1])"),
+    (other_positions_at_every_97th_length, "position.max()"),
     (tensor_of_the_length, "torch.tensor(1 / ids.shape[1])"),
     (mean_of_positions, "torch.arange"),
     (positions_from_the_end, "torch.arange"),

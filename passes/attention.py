@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,11 +60,12 @@ class RewriteAttention:
     def __call__(self, graph_module: fx.GraphModule) -> PassReport:
         symbol = token_symbol(graph_module.graph)
         findings = []
+        read = functools.cache(self._read)  # the layers of a model share few masks
         for node in list(graph_module.graph.nodes):
             if node.target is _SDPA:
-                findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node)))
+                findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), read))
             elif node.op == "call_function" and is_score_softmax(node, symbol):
-                findings.append(self._replace(graph_module.graph, self._match(match_softmax, node)))
+                findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), read))
         return PassReport(self.name, tuple(findings))
 
     def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
@@ -78,8 +79,8 @@ class RewriteAttention:
             raise _dropout(match.dropout, source_line(node))
         return match
 
-    def _replace(self, graph: fx.Graph, match: AttentionMatch) -> Finding:
-        form = self._form(match)
+    def _replace(self, graph: fx.Graph, match: AttentionMatch, read: Callable[[Scores], PairForm]) -> Finding:
+        form = self._form(match, read)
         with graph.inserting_before(match.output):
             replacement = self._emit(graph, match, form)
         match.output.replace_all_uses_with(replacement)
@@ -89,13 +90,13 @@ class RewriteAttention:
 
     # What is visible
 
-    def _form(self, match: AttentionMatch) -> PairForm:
+    def _form(self, match: AttentionMatch, read: Callable[[Scores], PairForm]) -> PairForm:
         if not match.scores.masks:
             if match.scores.causal:
                 return PairForm(Visibility())
             raise _bidirectional(match.output, "it has no mask")
         try:
-            form = pair_form(list(self._combined(match.scores)))
+            form = read(replace(match.scores, sinks=None))
         except NotCausal:
             raise _bidirectional(match.output, "its mask shows a token what comes after it") from None
         except SeesNothing:
@@ -105,14 +106,25 @@ class RewriteAttention:
                 why="softmax over nothing gives that token a mean over hidden tokens.",
                 hint="let every token see itself.",
             ) from None
-        if not self._factors_are_one(match.scores):
-            raise _unknown_form(match.output, "its scores are multiplied by a table that changes what is visible")
+        except NoMatch as error:
+            raise _unknown_form(match.output, str(error)) from None
         if not _biases_fit(match):
             raise _unknown_form(match.output, "a bias has some of the leading dimensions of its scores only")
-        if not self._hides_enough(match.scores):
-            raise _unknown_form(match.output, "its biases are so great that hidden tokens get weight")
         if form.slopes is not None and match.scores.sinks is not None:
             return PairForm(form.visibility, dense=True)
+        return form
+
+    def _read(self, scores: Scores) -> PairForm:
+        """What the masks say.
+
+        Raises:
+            NoMatch, NotCausal, SeesNothing.
+        """
+        form = pair_form(list(self._combined(scores)))
+        if scores.factors and not self._factors_are_one(scores):
+            raise NoMatch("its scores are multiplied by a table that changes what is visible")
+        if not self._hides_enough(scores):
+            raise NoMatch("its biases are so great that hidden tokens get weight")
         return form
 
     def _combined(self, scores: Scores) -> Iterator[Tensor]:

@@ -288,7 +288,13 @@ def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValu
         return replace(scores, key_biases=(*scores.key_biases, KeyBias(bias, kind.dim, factor)))
     if factor != 1.0:
         raise NoMatch("a scaled mask is not known")
-    return replace(scores, masks=(*scores.masks, *_static_masks(bias, statics)))
+    return _with_masks(scores, _static_masks(bias, statics))
+
+
+def _with_masks(scores: Scores, masks: tuple[Mask, ...]) -> Scores:
+    if masks and scores.factors:
+        raise NoMatch("its scores are multiplied by a table after some were hidden")
+    return replace(scores, masks=(*scores.masks, *masks))
 
 
 def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
@@ -301,7 +307,7 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are changed after some were hidden")
     found = _static_masks(mask, statics, not is_where, number)
-    return scores, replace(reading, scores=replace(reading.scores, masks=(*reading.scores.masks, *found)))
+    return scores, replace(reading, scores=_with_masks(reading.scores, found))
 
 
 def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:

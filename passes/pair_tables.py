@@ -47,13 +47,12 @@ class Visibility:
 
     def table(self, tokens: int, device: torch.device) -> Tensor:
         """Boolean `[tokens, tokens]`, query by key."""
-        positions = torch.arange(tokens, device=device)
-        query, key = positions[:, None], positions[None, :]
-        seen = key <= query
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril_()
         if self.window:
-            seen &= query - key < self.window
+            seen.triu_(1 - self.window)
         if self.chunk:
-            seen &= query // self.chunk == key // self.chunk
+            chunk = torch.arange(tokens, device=device) // self.chunk
+            seen &= chunk[:, None] == chunk
         return seen
 
 

@@ -18,7 +18,10 @@ _FRAME = re.compile(
 )
 _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    *(os.path.join("tree_compile", name) for name in ("capture.py", "experts.py", "foreign.py", "watch.py")),
+    *(
+        os.path.join("tree_compile", name)
+        for name in ("capture.py", "experts.py", "foreign.py", "rehearsal.py", "watch.py")
+    ),
     "<eval_with_key>",
 )
 _INSTALLED = f"{os.sep}site-packages{os.sep}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,11 @@ from torch import nn
 from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
-from tree_compile.programs import BACKENDS, Program, State, make_program, prove_further, state_of
+from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check
+from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
+from tree_compile.state import State, state_of
 
 _TOKENS = "input_ids"
 
@@ -77,7 +79,7 @@ class TreeModel(nn.Module):
         for name in others:
             raise unsupported(name)
         rows = self._rows(sequences)
-        program = self._program(tuple(rows[0].inputs), _longest(rows))
+        program = self._program(tuple(rows[0].inputs), rows)
         for row in rows:
             check_row(row, program.rewritten)
         return TreeOutput([program.run(row) for row in rows], program.rewritten.output_form)
@@ -120,10 +122,11 @@ class TreeModel(nn.Module):
         """
         with evaluation(self.unpacked):
             plan = self._random_plan() if sequences is None else self.plan(sequences)
-            program = self._program(tuple(plan.rows[0].inputs), _longest(plan.rows))
+            program = self._program(tuple(plan.rows[0].inputs), plan.rows)
             for row in plan.rows:
                 check_row(row, program.rewritten)
-            return compare(self.unpacked, plan, program.run, program, self._keywords, gradients=True)
+            parameters = trained_parameters(self.unpacked)
+            return compare(self.unpacked, plan, program.run, program, self._keywords, parameters)
 
     def train(self, mode: bool = True) -> TreeModel:
         """Sets the mode of the model, as `nn.Module.train`."""
@@ -143,47 +146,48 @@ class TreeModel(nn.Module):
     def _last_inputs(self) -> tuple[str, ...]:
         return next((key[0] for key in reversed(self._programs)), (_TOKENS,))
 
-    def _program(self, input_names: tuple[str, ...], longest: int = 1) -> Program:
-        """The program for the model as it is now, and for sequences of up to `longest` tokens."""
+    def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
+        """The program for the model as it is now, and for the sequences of `rows`."""
         key = (input_names, state_of(self.unpacked))
         if key not in self._programs:
             self._forget(input_names)
             program = self._make(input_names)
-            # A model may count its calls, and the self-check calls it.
+            # The first calls of a model may fill caches.
             key = (input_names, state_of(self.unpacked))
             self._programs[key] = program
-        proved = self._programs[key].rewritten.proved
-        if proved is not None and longest > proved:
-            self._programs[key] = prove_further(
-                self._programs[key], self.unpacked, input_names, self._keywords, self._backend, longest
-            )
+        self._programs[key] = self._made_sure(self._programs[key], input_names, rows)
         return self._programs[key]
 
     def _make(self, input_names: tuple[str, ...]) -> Program:
         check_not_wrapped(self.unpacked)
         program = make_program(self.unpacked, input_names, self._keywords, self._backend)
-        if self._self_check:
-            self._check_first(program, input_names)
+        return self._checked(program, input_names) if self._self_check else program
+
+    def _made_sure(self, program: Program, input_names: tuple[str, ...], rows: Sequence[Row]) -> Program:
+        """The program with what has to be proved or checked for the lengths of the sequences."""
+        longest = max((int(row.sequence_length.max()) for row in rows), default=0)
+        proved = program.rewritten.proved
+        if proved is not None and longest > proved:
+            program = prove_further(program, self.unpacked, input_names, self._keywords, self._backend, longest)
+        # A capture assumes two tokens at least: code for one token alone is seen by the check only.
+        if not program.checked and any(int(row.sequence_length.min()) == 1 for row in rows):
+            program = self._checked(program, input_names)
         return program
 
-    def _check_first(self, program: Program, input_names: tuple[str, ...]) -> None:
+    def _checked(self, program: Program, input_names: tuple[str, ...]) -> Program:
         if not program.rewritten.random:
             self_check(self.unpacked, program, self._keywords, input_names)
-            return
-        with evaluation(self.unpacked):
-            calm = make_program(self.unpacked, input_names, self._keywords, "eager")
-            self_check(self.unpacked, calm, self._keywords, input_names)
+        else:
+            with evaluation(self.unpacked):
+                calm = make_program(self.unpacked, input_names, self._keywords, "eager")
+                self_check(self.unpacked, calm, self._keywords, input_names)
+        return replace(program, checked=True)
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
         """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""
         modes = state_of(self.unpacked).modes
         for key in [key for key in self._programs if key[0] == input_names and key[1].modes == modes]:
             del self._programs[key]
-
-
-def _longest(rows: Iterable[Row]) -> int:
-    """Tokens of the longest sequence."""
-    return max(int(row.sequence_length.max()) for row in rows)
 
 
 def treecompile(
@@ -208,7 +212,8 @@ def treecompile(
         backend: "inductor" compiles the rewritten model, "eager" runs it as it is.
         pad_rows: pad every row to `row_tokens`.
         forward_kwargs: constant keyword arguments of every call of the model.
-        self_check: compare with the unpacked model on a small random tree at the first call.
+        self_check: compare with the unpacked model on a small random tree at the first call; False leaves that for the
+            first call with a sequence of one token, for which the proof does not hold.
 
     Raises:
         WrappedModelError: the model is wrapped by DDP, FSDP, DataParallel or torch.compile.

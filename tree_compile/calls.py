@@ -119,9 +119,16 @@ def _wrapper(module: nn.Module) -> str:
     found = next((name for name in known if name in names), "")
     if module._compiled_call_impl is not None:
         found = "OptimizedModule"
+    if any(_is_of_fsdp1(parameter) for parameter in module._parameters.values()):
+        found = "FullyShardedDataParallel"
     if (type(module).__module__, type(module).__name__) == ("tree_compile.api", "TreeModel"):
         found = "treecompile"
     return {"FSDPModule": "fully_shard", "OptimizedModule": "torch.compile"}.get(found, found)
+
+
+def _is_of_fsdp1(parameter: Any) -> bool:
+    """Whether it is flat, or a part of a flat one that stands in a parameter's place."""
+    return hasattr(parameter, "_is_flat_param") or not isinstance(parameter, (nn.Parameter, type(None)))
 
 
 def _check_parameters(model: nn.Module) -> None:

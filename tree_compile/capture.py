@@ -27,9 +27,9 @@ from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, Tree
 from tree_compile.foreign import capturable
 from tree_compile.guards import LengthLimit, length_limit
 from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
-from tree_compile.watch import replaced, watching
-
-_LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
+from tree_compile.patches import replaced
+from tree_compile.rehearsal import call_model
+from tree_compile.watch import watching
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,16 @@ class _Unpacked(nn.Module):
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def call_model(
-    model: nn.Module, input_names: Sequence[str], values: Sequence[Tensor], keywords: Mapping[str, Any]
-) -> Any:
-    """Calls `model` on inputs of shape `(1, T)`: the first by position, so that its name is free, the rest by name."""
-    return model(values[0], **dict(zip(input_names[1:], values[1:], strict=True)), **keywords)
-
-
-def capture(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> Captured:
+def capture(
+    model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], example: tuple[Tensor, ...]
+) -> Captured:
     """Captures `model` in the mode (training or not) that its modules are in.
 
     Args:
         model: a causal language model that takes token ids int64 `(1, T)`.
         input_names: names of the inputs, token ids first.
         keywords: constant keyword arguments of every call.
+        example: inputs `(1, T)`, with a T that no dimension of the model's parameters has.
 
     Raises:
         CaptureError: torch.export cannot trace the model.
@@ -118,29 +114,15 @@ def capture(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str,
         UnsupportedArgumentError: the output holds something else than tensors and plain constants.
     """
     unpacked = _Unpacked(model, input_names, keywords)
-    example = example_inputs(model, len(input_names))
     program = _export(unpacked, len(input_names), example)
     output_form = unpacked.seen.output_form
     assert output_form is not None
     _require_plain_constants(output_form)
     limit, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1])
-    graph_module = _under_own_names(program.module(check_guards=False), input_names)
+    with _quiet():
+        exported = program.module(check_guards=False)
+    graph_module = _under_own_names(exported, input_names)
     return Captured(graph_module, tuple(input_names), output_form, limit, control_flow)
-
-
-def example_inputs(model: nn.Module, count: int) -> tuple[Tensor, ...]:
-    """Inputs of a length that no dimension of the model's parameters has; token ids small enough for any vocabulary."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape}
-    length = next((length for length in _LENGTHS if length not in sizes), 131)
-    ids = torch.arange(length, device=device_of(model))[None] % 2
-    return tuple(ids.clone() for _ in range(count))
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Device of the model's first parameter or buffer; the CPU where it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
 
 
 def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

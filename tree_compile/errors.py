@@ -18,6 +18,7 @@ __all__ = [
     "SelfCheckError",
     "SequenceTooLongError",
     "SourceLine",
+    "StatefulModelError",
     "TokenMixingError",
     "TokenRangeError",
     "TokenTypeError",
@@ -110,6 +111,10 @@ class CaptureError(RefusedModelError):
 
 class LostGradientError(CaptureError):
     """The model changes gradients in a way that a captured graph does not keep."""
+
+
+class StatefulModelError(RefusedModelError):
+    """A call of the model changes what its next call computes, or draws random numbers that a graph does not."""
 
 
 class ControlFlowError(RefusedModelError):

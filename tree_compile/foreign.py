@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from tree_compile.errors import LostGradientError
 from tree_compile.experts import loops_over_all_experts
 from tree_compile.passes.source import line_of_trace
+from tree_compile.patches import replaced
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
@@ -39,7 +40,7 @@ def capturable(model: nn.Module) -> Iterator[None]:
             restore.append((module, "gradient_checkpointing", True))
             module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        with _own_backwards(), loops_over_all_experts(model):
+        with plain_checkpoints(), _own_backwards(), loops_over_all_experts(model):
             yield
     finally:
         for owner, name, value in reversed(restore):
@@ -70,28 +71,28 @@ def _experts_for(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Reentrant checkpoints are computed as they are: a graph and `torch.autograd.grad` need that."""
+
+    def compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:
+        return run(*args)
+
+    with replaced(CheckpointFunction, "apply", classmethod(compute)):
+        yield
+
+
+@contextlib.contextmanager
 def _own_backwards() -> Iterator[None]:
-    """Refuses `torch.autograd.Function`s, whose backward export drops; checkpoints are computed as they are."""
-    apply, checkpoint = Function.__dict__["apply"], CheckpointFunction.__dict__.get("apply")
+    """Refuses `torch.autograd.Function`s, whose backward export drops."""
+    apply = Function.__dict__["apply"]
 
     def refuse(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not _has_plain_derivative(function):
             raise _lost_backward(function.__name__)
         return apply.__get__(None, function)(*args, **kwargs)
 
-    def compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:
-        return run(*args)
-
-    Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
-    CheckpointFunction.apply = classmethod(compute)  # type: ignore[assignment]
-    try:
+    with replaced(Function, "apply", classmethod(refuse)):
         yield
-    finally:
-        Function.apply = apply  # type: ignore[method-assign]
-        if checkpoint is None:
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = checkpoint  # type: ignore[method-assign]
 
 
 def _has_plain_derivative(function: type[Function]) -> bool:

@@ -96,7 +96,7 @@ def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> tuple[
         The tightest limit; and an error where a guard does not hold for all lengths up to `example`.
     """
     limit, error = LengthLimit(), None
-    for guard in guards:
+    for guard in dict.fromkeys(guards):
         try:
             tokens = _limit(guard, example)
         except ValueError:

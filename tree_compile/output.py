@@ -87,6 +87,8 @@ class _Parts(Mapping[int, Tensor]):
         return len(self._where)
 
 
+# A dataclass, because DistributedDataParallel looks for tensors in the fields of those.
+@dataclass(eq=False, repr=False)
 class TreeOutput(Sequence[Any]):
     """The outputs of all sequences of a call.
 
@@ -94,9 +96,10 @@ class TreeOutput(Sequence[Any]):
     tensor of logits `[len_i, vocabulary]`, whichever form the model returns.
     """
 
-    def __init__(self, results: Sequence[RowResult], form: OutputForm) -> None:
-        self._results = list(results)
-        self._form = form
+    _results: list[RowResult]
+    _form: OutputForm
+
+    def __post_init__(self) -> None:
         self.sequence_ids = sorted(sequence for result in self._results for sequence in result.row.sequence_ids)
         places = range(len(self._results[0].tensors))
         self._tensors = [PerSequence[Tensor](self.sequence_ids, _Parts(self._results, place)) for place in places]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tree_compile.capture import Captured, OutputForm, capture
-from tree_compile.errors import RefusedModelError
+from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.guards import LengthLimit
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -25,6 +26,7 @@ from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.vocabulary import vocabulary_size
+from tree_compile.rehearsal import rehearse
 
 _CAPTURING = threading.RLock()
 
@@ -70,19 +72,27 @@ def rewrite_model(
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
-        return _rewritten(capture(model, input_names, keywords), reach)
+        rehearsal = rehearse(model, input_names, keywords)
+        with _unless_more_telling(rehearsal.error):
+            captured = capture(model, input_names, keywords, rehearsal.example)
+            with _unless_more_telling(captured.control_flow):
+                return rewrite(captured, reach)
 
 
-def _rewritten(captured: Captured, reach: int) -> Rewritten:
+@contextmanager
+def _unless_more_telling(error: RefusedModelError | None) -> Iterator[None]:
+    """Raises `error` after what is done under it, which may break for the same reason, or be refused for a better one.
+
+    A graph that is not the model's may break a pass in any way.
+    """
     try:
-        rewritten = rewrite(captured, reach)
-    except Exception as error:
-        # A graph that holds for some lengths only may break a pass; what is refused in it tells the user more.
-        if captured.control_flow is None or isinstance(error, RefusedModelError):
+        yield
+    except Exception as found:
+        is_telling = isinstance(found, RefusedModelError) and type(found) is not CaptureError
+        if error is None or is_telling:
             raise
-    if captured.control_flow is not None:
-        raise captured.control_flow
-    return rewritten
+    if error is not None:
+        raise error
 
 
 def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:

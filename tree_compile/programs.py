@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
-from tree_compile.capture import device_of
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
+from tree_compile.rehearsal import device_of
 from tree_compile.runtime.plan import Row
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
@@ -29,11 +29,13 @@ class Program:
         rewritten: the model's rewritten graph.
         blocks: the same, split and compiled.
         device: where its inputs have to be.
+        checked: whether it was compared with the unpacked model.
     """
 
     rewritten: Rewritten
     blocks: Blocks
     device: torch.device
+    checked: bool = False
 
     def run(self, row: Row) -> RowResult:
         """Computes one row."""
@@ -69,7 +71,7 @@ def prove_further(
     rewritten = rewrite_model(model, input_names, keywords, reach=1 << (tokens - 1).bit_length())
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
-    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
+    return replace(program, rewritten=rewritten, blocks=Blocks(rewritten.graph_module, BACKENDS[backend]))
 
 
 def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
@@ -91,48 +93,3 @@ def _on_device(values: np.ndarray[Any, Any], padding: int, device: torch.device)
     missing = max(0, _FEWEST_TOKENS - len(values))
     padded = np.pad(values.astype(np.int64, copy=False), (0, missing), constant_values=padding)
     return torch.from_numpy(padded).to(device, non_blocking=True)
-
-
-Setting = bool | int | float | str | None
-_SETTINGS = {bool, int, float, str, type(None)}
-
-
-class State(NamedTuple):
-    """What a captured graph depends on.
-
-    Attributes:
-        modes: for every module, whether it trains.
-        hooks: for every module, its hooks.
-        settings: for every module, its attributes that are numbers, texts or flags; the same of its config.
-        parameters: identity, dtype and device of each.
-        buffers: the same, and how often each was changed in place.
-    """
-
-    modes: tuple[bool, ...]
-    hooks: tuple[tuple[int, ...], ...]
-    settings: tuple[tuple[tuple[str, Setting], ...], ...]
-    parameters: tuple[tuple[int, torch.dtype, torch.device], ...]
-    buffers: tuple[tuple[int, torch.dtype, torch.device, int], ...]
-
-
-def state_of(model: nn.Module) -> State:
-    """Changes whenever a captured graph of `model` may no longer be the model."""
-    modules = list(model.modules())
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    return State(
-        tuple(module.training for module in modules),
-        tuple(_hooks(module) for module in modules),
-        tuple(_settings(owner) for owner in (*modules, *configs.values())),
-        tuple((id(p), p.dtype, p.device) for p in model.parameters()),
-        tuple((id(b), b.dtype, b.device, b._version) for b in model.buffers()),
-    )
-
-
-def _hooks(module: nn.Module) -> tuple[int, ...]:
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return tuple(number for hooks in kinds for number in hooks)
-
-
-def _settings(owner: Any) -> tuple[tuple[str, Setting], ...]:
-    attributes = getattr(owner, "__dict__", {}).items()
-    return tuple([(name, value) for name, value in attributes if type(value) in _SETTINGS and name != "training"])

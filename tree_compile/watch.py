@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tree_compile.errors import LostGradientError, TokenMixingError
 from tree_compile.passes.source import line_of_trace
+from tree_compile.patches import replaced
 
 
 @contextlib.contextmanager
@@ -35,20 +36,6 @@ def watching(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` as what a class or a module `owner` calls `name`."""
-    inherited, own = name not in vars(owner), vars(owner).get(name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def _require_no_backward_hooks(model: nn.Module) -> None:

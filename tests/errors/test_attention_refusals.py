@@ -287,7 +287,14 @@ def memory_before_the_keys(model, x, ids):
     return attend(query, key, value, attn_mask=causal(x.shape[1] + 1)[1:])
 
 
+def factor_after_the_mask(model, x, ids):
+    scores, value = scores_and_value(model, x)
+    seen = causal(x.shape[1])
+    return merged((scores.masked_fill(~seen, LOWEST) * seen).softmax(-1) @ value)
+
+
 UNREADABLE = [
+    (factor_after_the_mask, "softmax(-1) @ value", "after some were hidden"),
     (softmax_over_queries, "query @ key.mT", "relates every token to every other"),
     (token_does_not_see_itself, "softmax(-1) @ value", "softmax over nothing"),
     (weak_fill, "scores.masked_fill", "still gets weight"),

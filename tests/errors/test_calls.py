@@ -156,6 +156,25 @@ def test_wrapping_the_tree_model_is_exact(process_group, wrap):
     torch.testing.assert_close(getattr(found, "to_local", lambda: found)(), gradient)
 
 
+@pytest.mark.parametrize("original", [False, True])
+def test_tree_model_inside_of_fsdp1_is_refused(process_group, original):
+    wrapped = FullyShardedDataParallel(
+        treecompile(plain(), backend="eager"), device_id=torch.device("cpu"), use_orig_params=original
+    )
+    with pytest.raises(WrappedModelError, match="FullyShardedDataParallel"):
+        wrapped(SEQUENCES)
+
+
+def test_ddp_finds_the_parameters_that_are_not_used(process_group):
+    model = plain()
+    wrapped = nn.parallel.DistributedDataParallel(
+        treecompile(model, min_shared_tokens=1, backend="eager"), find_unused_parameters=True
+    )
+    for _ in range(2):
+        torch.stack([part.square().sum() for part in wrapped(SEQUENCES)]).sum().backward()
+    assert model.project[0].weight.grad is not None
+
+
 def test_parameters_on_the_meta_device_are_refused():
     with torch.device("meta"):
         model = plain()

@@ -1,25 +1,29 @@
-"""A model that was changed after the first call is captured again, or refused."""
+"""A model that was changed after the first call is captured again; one that its own calls change is refused."""
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from tests.errors.refusal import Tiny, tree_model
-from tree_compile.errors import LostGradientError
+from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
+from tree_compile.errors import LostGradientError, RefusedModelError, SequenceTooLongError, StatefulModelError
+from tree_compile.state import first_difference, state_of
 
 SEQUENCES = [[1, 2, 3], [1, 2, 4]]
 
 
 class Scaled(Tiny):
-    """Multiplies by a number that is an attribute of the module."""
+    """Multiplies by a number that is an attribute of the module, and by one in an object of its own."""
 
     def __init__(self):
-        super().__init__(lambda model, x, ids: model.project[0](x) * model.scale)
+        super().__init__(lambda model, x, ids: model.project[0](x) * model.scale * model.options["by"].factor)
         self.scale = 2.0
-        self.calls = 0
-
-    def forward(self, ids):
-        self.calls += 1
-        return super().forward(ids)
+        self.options = {"by": SimpleNamespace(factor=3.0)}
+        self.mask = causal(POSITIONS)
 
 
 def require_equal(tree):
@@ -58,9 +62,133 @@ def test_buffer_that_is_changed_in_place_is_seen():
     require_equal(tree)
 
 
-def test_model_that_counts_its_calls_is_captured_once():
-    tree = tree_model(Scaled(), self_check=True)
-    tree(SEQUENCES)
-    programs = list(tree._programs.values())
-    tree(SEQUENCES)
-    assert [program is before for program, before in zip(tree._programs.values(), programs, strict=True)] == [True]
+def masked(model, x, ids):
+    tokens = x.shape[1]
+    query, key, value = model.heads(x)
+    mask = model.mask[:tokens, :tokens]
+    return merged(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def test_mask_that_gets_other_memory_is_seen():
+    model = Scaled()
+    mask = model.__dict__.pop("mask")
+    model.step, model.mask = masked, nn.Buffer(mask)
+    tree = tree_model(model)
+    require_equal(tree)
+    model.mask.data = model.mask.triu(-1)
+    require_equal(tree)
+
+
+def test_mask_that_is_no_buffer_and_changes_in_place_is_seen():
+    model = Scaled()
+    model.step = masked
+    tree = tree_model(model)
+    require_equal(tree)
+    model.mask.triu_(-1)
+    require_equal(tree)
+
+
+def test_setting_in_an_object_of_the_model_is_seen():
+    tree = tree_model(Scaled())
+    require_equal(tree)
+    tree.unpacked.options["by"].factor = 5.0
+    require_equal(tree)
+
+
+def test_parameter_that_is_frozen_is_seen():
+    tree = tree_model(Tiny(lambda model, x, ids: x * 2 if model.gain.requires_grad else x))
+    require_equal(tree)
+    tree.unpacked.gain.requires_grad_(False)
+    require_equal(tree)
+
+
+def test_first_difference_names_what_changed():
+    model = Scaled()
+    before = state_of(model)
+    assert first_difference(before, state_of(model)) is None
+    model.options["by"].factor = 5.0
+    assert first_difference(before, state_of(model)) == "options.by.factor"
+
+
+# What a call itself changes
+
+
+def counts(model, x, ids):
+    model.calls = getattr(model, "calls", 0) + 1
+    return x
+
+
+def moves_a_buffer(model, x, ids):
+    model.table = model.table * 0.9
+    return x + model.table[0]
+
+
+def writes_to_a_buffer(model, x, ids):
+    model.table.mul_(0.9)
+    return x + model.table[0]
+
+
+def keeps_its_last_tokens(model, x, ids):
+    model.last = x
+    return x
+
+
+def draws_from_python(model, x, ids):
+    return x if random.random() < 0.5 else x * 2
+
+
+def draws_from_numpy(model, x, ids):
+    return x * np.random.rand()
+
+
+def draws_from_its_own_generator(model, x, ids):
+    model.__dict__.setdefault("generator", np.random.default_rng(0))
+    return x * model.generator.random()
+
+
+REMEMBERS = [
+    (counts, "model.calls = ", "changes nothing"),
+    (moves_a_buffer, "model.table = ", "changes nothing"),
+    (keeps_its_last_tokens, "model.last = x", "changes nothing"),
+    (draws_from_python, "random.random()", "keeps the numbers"),
+]
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(REMEMBERS))
+def test_call_that_changes_the_next_is_refused_with_its_line(step, code, why):
+    require_refusal(Tiny(step), StatefulModelError, code, why, __file__)
+
+
+@pytest.mark.parametrize("step", [writes_to_a_buffer, draws_from_numpy, draws_from_its_own_generator])
+def test_call_that_changes_the_next_is_refused(step):
+    with pytest.raises(RefusedModelError):
+        tree_model(Tiny(step)).explain()
+
+
+def test_calls_before_a_capture_leave_buffers_and_random_numbers_as_they_were():
+    model = Tiny(writes_to_a_buffer)
+    table, states = model.table.clone().double(), (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
+    with pytest.raises(RefusedModelError):
+        tree_model(model).explain()
+    torch.testing.assert_close(model.table, table)
+    assert states[:2] == (random.getstate(), str(np.random.get_state()))
+    assert torch.equal(states[2], torch.get_rng_state())
+
+
+def fills_a_cache(model, x, ids):
+    if getattr(model, "cache", None) is None:
+        model.cache = torch.arange(POSITIONS, dtype=x.dtype)
+    return x + model.cache[: x.shape[1], None]
+
+
+def test_cache_that_the_first_call_fills_is_real_and_exact():
+    tree = tree_model(Tiny(fills_a_cache), self_check=True)
+    require_equal(tree)
+    assert type(tree.unpacked.cache) is torch.Tensor
+
+
+def test_model_with_few_positions_is_captured():
+    tree = tree_model(Tiny(lambda model, x, ids: x + model.rows[:9][torch.arange(x.shape[1])]))
+    require_equal(tree)
+    with pytest.raises(SequenceTooLongError):
+        tree([[1] * 10])

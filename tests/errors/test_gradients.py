@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.errors.refusal import Tiny, named, require_refusal, tree_model
+from tests.errors.refusal import WIDTH, Tiny, named, require_refusal, tree_model
+from tree_compile import treecompile
 from tree_compile.errors import CaptureError, LostGradientError
 
 
@@ -65,6 +66,50 @@ def test_backward_hook_of_a_module_is_refused(register):
         tree_model(model).explain()
     handle.remove()
     assert tree_model(model).check().ok
+
+
+class Unregistered(Tiny):
+    """Has parameters that nn.Module does not know of."""
+
+    def __init__(self, step):
+        super().__init__(step)
+        self.gains = [nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))]
+
+
+OUTSIDE = torch.randn(WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def parameter_in_a_list(model, x, ids):
+    return x * model.gains[0]
+
+
+def tensor_from_outside(model, x, ids):
+    return x * OUTSIDE
+
+
+UNREGISTERED = [
+    (parameter_in_a_list, "x * model.gains[0]", "no gradient"),
+    (tensor_from_outside, "x * OUTSIDE", "no gradient"),
+]
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(UNREGISTERED))
+def test_tensor_that_would_get_no_gradient_is_refused(step, code, why):
+    require_refusal(Unregistered(step), LostGradientError, code, why, __file__)
+
+
+class WithGain(Tiny):
+    """Takes a gain as a constant keyword argument."""
+
+    def forward(self, ids, gain=None):
+        return self.head(self.embed(ids) * gain)
+
+
+def test_keyword_argument_that_would_get_no_gradient_is_refused():
+    options = {"min_shared_tokens": 1, "backend": "eager", "self_check": False}
+    with pytest.raises(LostGradientError, match=r"shape \[8\]"):
+        treecompile(WithGain(None).double(), forward_kwargs={"gain": OUTSIDE}, **options).explain()
+    assert treecompile(WithGain(None).double(), forward_kwargs={"gain": OUTSIDE.detach()}, **options).check().ok
 
 
 def test_refusal_leaves_torch_as_it_was():

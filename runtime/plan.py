@@ -1,22 +1,31 @@
-"""Rows -> plan: the tokens of every row and where each sequence lies in it."""
+"""Rows -> plan: where every token of every sequence lies."""
 
 from __future__ import annotations
 
+import zipfile
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from os import PathLike
+from typing import Any
 
 import numpy as np
 
+from tree_compile.errors import InputError, PlanError
+from tree_compile.runtime.bounds import row_bounds
+from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END, Layout, lay_out
+from tree_compile.runtime.page import plan_page
 from tree_compile.runtime.render import render_plan
-from tree_compile.runtime.rows import pack_rows, row_bounds
-from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenArray, as_batch
+from tree_compile.runtime.rows import Budget, pack_rows
+from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenArray, TokenSequence, as_batch
 from tree_compile.runtime.tree import PrefixTree, build_prefix_tree
+from tree_compile.runtime.trie import first_difference
 
-__all__ = ["SEGMENT_COLUMNS", "Plan", "Row", "plan_rows"]
+__all__ = ["Plan", "Row", "plan_rows", "warm_up"]
 
-SEGMENT_COLUMNS = ("start", "end", "subtree_end", "parent", "position")
-_START, _END, _SUBTREE_END, _PARENT, _POSITION = range(5)
+_FORMAT = 1
+_SHARES = ("all", "context")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,50 +36,78 @@ class Row:
     `k <= q < subtree_end[k]`.
 
     Attributes:
-        inputs: one int64 array of shape [T] per input; the tokens come first, then the payloads.
-        segments: int64 [S, 5], the segments of this row in pre-order, columns as in `SEGMENT_COLUMNS`. start, end
-            and subtree_end are row indices; parent is an index into this table, -1 at a root; position is that of
-            the first token. Padding is in no segment.
-        sequence_ids: which sequences of the batch the row holds, ascending.
-        sequence_segment: for each of them the segment in which it ends, int64.
-        sequence_length: for each of them its tokens, int64.
+        batch: the sequences of the plan, or None where the plan is without them.
+        segments: int64 [S, 5], the segments of this row in pre-order, columns start, end, subtree_end, parent and
+            position. The first three are row indices; parent is an index into this table, -1 at a root; position is
+            that of the first token. Padding is in no segment.
+        sources: for each segment a sequence that holds its tokens, int64 [S].
+        members: which sequences of the batch the row holds, ascending, int64 [N].
+        sequence_segment: for each of them the segment in which it ends, int64 [N].
+        sequence_length: for each of them its tokens, int64 [N].
+        padding: tokens at the end of the row that nobody reads.
     """
 
-    inputs: dict[str, IntArray]
+    batch: Batch | None
     segments: IntArray
-    sequence_ids: tuple[int, ...]
+    sources: IntArray
+    members: IntArray
     sequence_segment: IntArray
     sequence_length: IntArray
+    padding: int = 0
+
+    @cached_property
+    def inputs(self) -> dict[str, IntArray]:
+        """One int64 array [T] per input; the tokens come first, then the payloads. Made when first asked for.
+
+        Raises:
+            PlanError: the plan is without its sequences.
+        """
+        if self.batch is None:
+            raise PlanError(
+                "The plan is without its sequences.",
+                why="a plan is saved and sent as integers only.",
+                hint="give them back: plan.with_sequences(sequences).",
+            )
+        return {name: self._gather(values) for name, values in self.batch.inputs.items()}
 
     @property
     def tokens(self) -> IntArray:
-        """Token ids, int64 [T]; 0 on padding."""
+        """Token ids, int64 [T]; 0 on padding.
+
+        Raises:
+            PlanError: the plan is without its sequences.
+        """
         return next(iter(self.inputs.values()))
 
     @property
     def length(self) -> int:
         """Tokens without padding."""
-        return int(self.segments[-1, _END])
+        return int(self.segments[-1, END])
+
+    @cached_property
+    def sequence_ids(self) -> tuple[int, ...]:
+        """Which sequences of the batch the row holds, ascending."""
+        return tuple(self.members.tolist())
 
     @cached_property
     def position(self) -> IntArray:
         """Index of each token in its own sequence, int64 [T]; 0 on padding."""
-        offset = self._per_token(self.segments[:, _POSITION] - self.segments[:, _START])
+        offset = self._per_token(self.segments[:, POSITION] - self.segments[:, START])
         return self._padded(offset + np.arange(self.length), 0)
 
     @cached_property
     def parent(self) -> IntArray:
         """Row index of the token before each token in its sequence, int64 [T]; -1 at roots and on padding."""
         before = np.arange(-1, self.length - 1)
-        above = self.segments[:, _PARENT]
-        before[self.segments[:, _START]] = np.where(above < 0, -1, self.segments[above, _END] - 1)
+        above = self.segments[:, PARENT]
+        before[self.segments[:, START]] = np.where(above < 0, -1, self.segments[above, END] - 1)
         return self._padded(before, -1)
 
     @cached_property
     def subtree_end(self) -> IntArray:
         """One past the last row index below each token's segment, int64 [T]; padding is below nothing."""
-        end = self._per_token(self.segments[:, _SUBTREE_END])
-        return self._padded(end, np.arange(self.length, len(self.tokens)) + 1)
+        end = self._per_token(self.segments[:, SUBTREE_END])
+        return self._padded(end, np.arange(self.length, self.length + self.padding) + 1)
 
     def path_ranges(self, sequence: int) -> list[tuple[int, int]]:
         """The row indices of a sequence's tokens as ranges (start, end), in order.
@@ -87,7 +124,7 @@ class Row:
             segment = int(self._run_head[segment])
             start, _, _, above, _ = self.segments[segment].tolist()
             ranges.append((start, end))
-            segment, end = above, int(self.segments[above, _END])
+            segment, end = above, int(self.segments[above, END])
         return ranges[::-1]
 
     def path(self, sequence: int) -> IntArray:
@@ -102,7 +139,7 @@ class Row:
     def _run_head(self) -> IntArray:
         """For each segment the first one of the path to it from which it is reached without a gap."""
         index = np.arange(len(self.segments))
-        follows = self.segments[:, _PARENT] == index - 1
+        follows = self.segments[:, PARENT] == index - 1
         return np.maximum.accumulate(np.where(follows, 0, index))
 
     def _index(self, sequence: int) -> int:
@@ -112,41 +149,62 @@ class Row:
         return at
 
     def _per_token(self, values: IntArray) -> IntArray:
-        return np.repeat(values, self.segments[:, _END] - self.segments[:, _START])
+        return np.repeat(values, self.segments[:, END] - self.segments[:, START])
 
     def _padded(self, values: IntArray, padding: int | IntArray) -> IntArray:
-        if len(values) == len(self.tokens):
+        if not self.padding:
             return values
-        padded = np.empty(len(self.tokens), np.int64)
-        padded[: len(values)] = values
-        padded[len(values) :] = padding
+        padded = np.empty(self.length + self.padding, np.int64)
+        padded[: self.length] = values
+        padded[self.length :] = padding
         return padded
+
+    def _gather(self, values: list[TokenArray]) -> IntArray:
+        parts = [
+            values[source][position : position + end - start]
+            for source, (start, end, _, _, position) in zip(self.sources.tolist(), self.segments.tolist(), strict=True)
+        ]
+        return self._padded(np.concatenate(parts, dtype=np.int64), 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A row is sent with its own tokens and without the other sequences of the batch."""
+        inputs = {} if self.batch is None else {"inputs": self.inputs}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All rows of a batch. Every sequence is in exactly one row.
+    """All rows of a batch, as integers. Every sequence is in exactly one row.
+
+    A plan that was pickled or loaded is without its sequences: `with_sequences` gives them back.
 
     Attributes:
-        rows: the rows.
+        batch: the sequences; not pickled and not saved.
         tree: the prefix tree of the batch.
-        sequence_row: the row of each sequence, int64 [number of sequences].
+        layout: the segments of every row.
         row_tokens: the greatest number of tokens in a row, None for one row without a limit.
+        padded: whether every row is filled up to `row_tokens` with tokens that nobody reads.
         row_bound: a number of rows that no packing of this tree goes below.
         token_bound: a number of tokens, over all rows, that no packing of this tree goes below.
     """
 
-    rows: tuple[Row, ...]
+    batch: Batch | None
     tree: PrefixTree
-    sequence_row: IntArray
+    layout: Layout
     row_tokens: int | None
+    padded: bool
     row_bound: int
     token_bound: int
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows."""
+        return tuple(map(self._row, range(len(self.layout.segment_bounds) - 1)))
 
     @property
     def sequences(self) -> int:
         """Number of sequences."""
-        return len(self.sequence_row)
+        return len(self.tree.sequence_length)
 
     @property
     def input_tokens(self) -> int:
@@ -156,7 +214,7 @@ class Plan:
     @property
     def packed_tokens(self) -> int:
         """Tokens of all rows, without padding."""
-        return sum(row.length for row in self.rows)
+        return int(self.layout.segments[self.layout.segment_bounds[1:] - 1, END].sum())
 
     def row_of(self, sequence: int) -> int:
         """The index of the row that holds a sequence.
@@ -166,11 +224,100 @@ class Plan:
         """
         if not 0 <= sequence < self.sequences:
             raise IndexError(f"there is no sequence {sequence}; the batch has {self.sequences}")
-        return int(self.sequence_row[sequence])
+        return int(self._sequence_row[sequence])
+
+    @cached_property
+    def _sequence_row(self) -> IntArray:
+        rows = np.empty(self.sequences, np.int64)
+        bounds = self.layout.sequence_bounds
+        rows[self.layout.sequences] = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+        return rows
+
+    def _row(self, index: int) -> Row:
+        layout = self.layout
+        held = slice(*layout.segment_bounds[index : index + 2].tolist())
+        members = slice(*layout.sequence_bounds[index : index + 2].tolist())
+        ids = layout.sequences[members]
+        segments = layout.segments[held]
+        padding = self.row_tokens - int(segments[-1, END]) if self.padded and self.row_tokens else 0
+        return Row(
+            self.batch, segments, layout.sources[held], ids, layout.sequence_segment[members],
+            self.tree.sequence_length[ids], padding,
+        )  # fmt: skip
+
+    def of_row(self, index: int) -> Plan:
+        """A plan of one row alone. Its sequences are those of the row, counted from 0 in the order of their ids.
+
+        The row stays as it is: a tree of its sequences alone might keep other branches, and so need more tokens.
+        """
+        row = self.rows[index]
+        batch = self.batch and Batch(
+            {name: [values[i] for i in row.sequence_ids] for name, values in self.batch.inputs.items()}
+        )
+        tree, bounds = _tree_of(row), np.array([0, len(row.segments)])
+        ids = np.arange(len(row.members))
+        layout = Layout(row.segments, tree.source, bounds, ids, np.array([0, len(ids)]), row.sequence_segment)
+        return Plan(batch, tree, layout, self.row_tokens, self.padded, 1, row.length)
+
+    def with_sequences(self, sequences: Sequences) -> Plan:
+        """The plan with its sequences, which have to be those that it was made for.
+
+        Raises:
+            InputError: the sequences are not usable.
+            PlanError: they are others.
+        """
+        batch, tree = as_batch(sequences), self.tree
+        if not np.array_equal(batch.lengths, tree.sequence_length):
+            raise PlanError(
+                f"The plan is for {self.sequences} sequences of other lengths.",
+                why="a plan says where the tokens of its own sequences lie.",
+                hint="pass the sequences that it was made for, or plan these.",
+            )
+        other = first_difference(batch, tree.sequence_segment, tree.start, tree.parent, tree.source)
+        if other >= 0:
+            raise PlanError(
+                f"Sequence {other} does not share the tokens that the plan shares.",
+                why="a plan says where the tokens of its own sequences lie.",
+                hint="pass the sequences that it was made for, or plan these.",
+            )
+        return replace(self, batch=batch)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as an npz file of integers, without its sequences."""
+        arrays = {f"tree.{field.name}": getattr(self.tree, field.name) for field in fields(self.tree)}
+        arrays |= {f"layout.{field.name}": getattr(self.layout, field.name) for field in fields(self.layout)}
+        numbers = [_FORMAT, self.row_tokens or 0, self.padded, self.row_bound, self.token_bound]
+        with open(path, "wb") as file:
+            np.savez_compressed(file, numbers=np.array(numbers, np.int64), **arrays)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Reads a plan that `save` wrote. Nothing in the file is run.
+
+        Raises:
+            PlanError: the file is not a plan, or one of another version.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                version, row_tokens, padded, row_bound, token_bound = file["numbers"].tolist()
+                tree = PrefixTree(**{field.name: file[f"tree.{field.name}"] for field in fields(PrefixTree)})
+                layout = Layout(**{field.name: file[f"layout.{field.name}"] for field in fields(Layout)})
+        except (KeyError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+            raise PlanError(f"{path} is not a plan.", why=str(error), hint="write it with plan.save(path).") from error
+        if version != _FORMAT:
+            raise PlanError(f"{path} is a plan of version {version}, not {_FORMAT}.", hint="plan the sequences anew.")
+        return cls(None, tree, layout, row_tokens or None, bool(padded), row_bound, token_bound)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None}
 
     def render(self, width: int = 100) -> str:
         """A picture of the tree and of the rows, as plain text of at most `width` columns (60 or more)."""
         return render_plan(self, width)
+
+    def to_html(self) -> str:
+        """A page without scripts or links: rows as bars, segments as blocks in proportion to their tokens."""
+        return plan_page(self)
 
 
 def plan_rows(
@@ -179,6 +326,11 @@ def plan_rows(
     min_shared_tokens: int = 64,
     objective: str = "rows",
     pad_rows: bool = False,
+    *,
+    share: str = "all",
+    trainable: Sequence[TokenSequence] | None = None,
+    plan_seconds: float = 0.15,
+    plan_attempts: int | None = None,
 ) -> Plan:
     """Plans the rows in which a batch of sequences is computed.
 
@@ -186,8 +338,13 @@ def plan_rows(
         sequences: a list of sequences, or a dict of such lists for tokens with payloads: see `as_batch`.
         row_tokens: the greatest number of tokens in a row; None puts the whole batch in one row.
         min_shared_tokens: shared segments with fewer tokens are copied to their children instead.
-        objective: "rows" for the fewest rows, "tokens" for the fewest tokens.
+        objective: "rows" for the fewest rows, then the fewest tokens; "tokens" for the fewest tokens, then even rows.
         pad_rows: fill every row up to `row_tokens` with tokens that nobody reads.
+        share: "all" shares every common prefix; "context" shares it up to, and without, the token before the first
+            trainable one, so that each sequence has its own copy of all that a loss reads.
+        trainable: for `share="context"`, per sequence one value per token, not 0 where it is trained on.
+        plan_seconds: how long rows are improved; 0 takes the best construction.
+        plan_attempts: improve for so many attempts instead, which gives the same rows on every machine.
 
     Raises:
         InputError: the sequences are not usable; `as_batch` and `pack_rows` list the cases.
@@ -195,73 +352,48 @@ def plan_rows(
     """
     if pad_rows and row_tokens is None:
         raise ValueError("pad_rows=True needs row_tokens: the length to pad to")
+    if share not in _SHARES:
+        raise ValueError(f"share is {share!r}; it must be one of {', '.join(map(repr, _SHARES))}")
     batch = as_batch(sequences)
-    tree = build_prefix_tree(batch, min_shared_tokens)
-    packed = pack_rows(tree, row_tokens, objective)
-    sequence_row = _sequence_rows(tree, packed)
-    members = _members(sequence_row, len(packed))
-    padded = row_tokens if pad_rows else None
-    rows = tuple(_row(batch, tree, *pair, padded) for pair in zip(packed, members, strict=True))
-    return Plan(rows, tree, sequence_row, row_tokens, *row_bounds(tree, row_tokens))
+    tree = build_prefix_tree(batch, min_shared_tokens, _limits(batch, trainable) if share == "context" else None)
+    packed = pack_rows(tree, row_tokens, objective, Budget(plan_seconds, plan_attempts))
+    return Plan(batch, tree, lay_out(tree, packed), row_tokens, pad_rows, *row_bounds(tree, row_tokens))
 
 
-def _sequence_rows(tree: PrefixTree, packed: list[list[int]]) -> IntArray:
-    leaf_row = np.empty(len(tree), np.int64)
-    for row, leaves in enumerate(packed):
-        leaf_row[leaves] = row
-    return leaf_row[tree.leaves[tree.sequence_leaf]]
-
-
-def _members(sequence_row: IntArray, rows: int) -> list[IntArray]:
-    """The sequence ids of every row, ascending."""
-    order = np.argsort(sequence_row, kind="stable")
-    return np.split(order, np.searchsorted(sequence_row[order], np.arange(1, rows)))
-
-
-def _row(batch: Batch, tree: PrefixTree, leaves: list[int], members: IntArray, padded: int | None) -> Row:
-    held = _with_ancestors(tree, leaves)
-    segments, table_index = _segment_table(tree, held)
-    return Row(
-        inputs={name: _gather(values, tree, held, padded) for name, values in batch.inputs.items()},
-        segments=segments,
-        sequence_ids=tuple(members.tolist()),
-        sequence_segment=table_index[np.searchsorted(held, tree.sequence_segment[members])],
-        sequence_length=tree.sequence_length[members],
+def _tree_of(row: Row) -> PrefixTree:
+    """The segments of a row as a tree of their own."""
+    segments, source = row.segments, np.empty(len(row.segments), np.int64)
+    by_length = np.argsort(row.sequence_length, kind="stable")
+    source[row.sequence_segment[by_length]] = by_length
+    for segment in range(len(segments) - 1, 0, -1):
+        if segments[segment, PARENT] >= 0:
+            source[segments[segment, PARENT]] = source[segment]
+    return PrefixTree(
+        start=segments[:, POSITION],
+        length=segments[:, END] - segments[:, START],
+        parent=segments[:, PARENT],
+        subtree=np.searchsorted(segments[:, START], segments[:, SUBTREE_END]),
+        source=source,
+        sequence_segment=row.sequence_segment,
+        sequence_length=row.sequence_length,
     )
 
 
-def _with_ancestors(tree: PrefixTree, leaves: list[int]) -> IntArray:
-    """The segments on the paths to the leaves, in pre-order."""
-    held: set[int] = set()
-    for leaf in leaves:
-        segment = leaf
-        while segment >= 0 and segment not in held:
-            held.add(segment)
-            segment = int(tree.parent[segment])
-    return np.array(sorted(held), np.int64)
+def _limits(batch: Batch, trainable: Sequence[TokenSequence] | None) -> IntArray:
+    """Tokens that others may share: those before the one that predicts the first trainable token."""
+    if trainable is None:
+        raise ValueError('share="context" needs trainable: per sequence one value per token')
+    masks = [np.asarray(mask) != 0 for mask in trainable]
+    if [len(mask) for mask in masks] != batch.lengths.tolist():
+        raise InputError(
+            "trainable does not fit to the sequences.", why="it has one value for every token of every sequence."
+        )
+    first = [int(mask.argmax()) if mask.any() else len(mask) + 1 for mask in masks]
+    return np.maximum(np.array(first) - 1, 0)
 
 
-def _segment_table(tree: PrefixTree, held: IntArray) -> tuple[IntArray, IntArray]:
-    """The table of a row, and for each held segment its place in the table.
-
-    A segment whose only child in this row follows it is one segment with that child.
-    """
-    index = np.arange(len(held))
-    parent = np.searchsorted(held, tree.parent[held]) - (tree.parent[held] < 0)
-    children = np.bincount(parent[parent >= 0], minlength=len(held))
-    head = (parent < 0) | (children[parent] != 1)
-    table_index = np.cumsum(head) - 1
-    bounds = np.append(0, np.cumsum(tree.length[held]))
-    subtree_end = bounds[np.searchsorted(held, tree.subtree[held])]
-    start = bounds[index[head]]
-    end = np.append(start[1:], bounds[-1])
-    above = np.where(parent[head] < 0, -1, table_index[parent[head]])
-    return np.stack([start, end, subtree_end[head], above, tree.start[held][head]], axis=1), table_index
-
-
-def _gather(values: list[TokenArray], tree: PrefixTree, held: IntArray, padded: int | None) -> IntArray:
-    start, end, source = tree.start[held].tolist(), tree.end[held].tolist(), tree.source[held].tolist()
-    parts: list[TokenArray] = [values[i][first:past] for i, first, past in zip(source, start, end, strict=True)]
-    if padded is not None:
-        parts.append(np.zeros(padded - sum(map(len, parts)), np.int64))
-    return np.concatenate(parts, dtype=np.int64)
+def warm_up() -> None:
+    """Loads what numba has compiled, or compiles it when it is first used on a machine, so that no step waits."""
+    for dtype in (np.int64, np.int32):
+        sequences = [np.array([1, 2, 3, last], dtype) for last in (4, 5, 6)]
+        plan_rows(sequences, 5, 1, plan_attempts=1)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
+from tree_compile.runtime.sequences import Batch, IntArray
+from tree_compile.runtime.trie import depth_first_order
 
 __all__ = ["PrefixTree", "build_prefix_tree"]
-
-# Tokens that are compared at once, at first; pieces grow with the prefix that has been found equal.
-_PIECE = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +56,21 @@ class PrefixTree:
         return np.searchsorted(self.leaves, self.sequence_segment)
 
 
-def build_prefix_tree(batch: Batch, min_shared_tokens: int = 64) -> PrefixTree:
+def build_prefix_tree(batch: Batch, min_shared_tokens: int = 64, limits: IntArray | None = None) -> PrefixTree:
     """Finds the prefixes that sequences share, where all inputs of the batch agree.
 
     Args:
         batch: the sequences.
         min_shared_tokens: a shared segment with fewer tokens is not kept as a branch: each of its children gets
             its own copy of the tokens. 1 keeps every branch.
+        limits: tokens at the start of each sequence that others may share, int64 [number of sequences]; None for all.
 
     Raises:
         ValueError: `min_shared_tokens` is below 1.
     """
     if min_shared_tokens < 1:
         raise ValueError(f"min_shared_tokens is {min_shared_tokens}; it must be at least 1")
-    order, shared = _sorted_with_shared(batch)
+    order, shared = depth_first_order(batch, batch.lengths if limits is None else limits)
     length = batch.lengths[order]
     # Any sequence that is a prefix of another is one of its successor in the order.
     is_leaf = np.append(shared[1:] < length[:-1], True)
@@ -103,58 +101,6 @@ class _Nodes:
     @property
     def start(self) -> IntArray:
         return np.where(self.parent < 0, 0, self.end[self.parent])
-
-
-def _sorted_with_shared(batch: Batch) -> tuple[IntArray, IntArray]:
-    """Sequence ids in token order, and the tokens that each shares with the one before it."""
-    order = _token_order(batch)
-    shared = [0]
-    shared += [
-        min(_common_prefix(values[i], values[j]) for values in batch.inputs.values()) for i, j in pairwise(order)
-    ]
-    return np.array(order), np.array(shared)
-
-
-def _token_order(batch: Batch) -> list[int]:
-    """Sequence ids in an order that puts those with a common prefix side by side, and a prefix before its extensions.
-
-    Sorts by a piece of every sequence, then each group of equal pieces by the next piece, so that only the tokens
-    that are shared, and not many more, are read.
-    """
-    order: list[int] = []
-    groups = [(0, list(range(len(batch))))]
-    while groups:
-        begin, group = groups.pop()
-        # A group of one and a group that has ended need no more pieces.
-        if len(group) == 1 or begin > len(batch.tokens[group[0]]):
-            order += group
-            continue
-        end = begin + max(begin, _PIECE)
-        equal: dict[bytes, list[int]] = {}
-        for i in group:
-            equal.setdefault(_piece(batch, i, begin, end), []).append(i)
-        groups += [(end, equal[piece]) for piece in sorted(equal, reverse=True)]
-    return order
-
-
-def _piece(batch: Batch, sequence: int, begin: int, end: int) -> bytes:
-    """Tokens as bytes that start alike exactly when the tokens do, in all inputs."""
-    parts = [values[sequence][begin:end] for values in batch.inputs.values()]
-    together = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
-    return together.astype(np.int64, copy=False).tobytes()
-
-
-def _common_prefix(left: TokenArray, right: TokenArray) -> int:
-    limit = min(len(left), len(right))
-    begin = 0
-    while begin < limit:
-        end = min(begin + max(begin, _PIECE), limit)
-        differs = left[begin:end] != right[begin:end]
-        at = int(differs.argmax())
-        if differs[at]:
-            return begin + at
-        begin = end
-    return limit
 
 
 def _first_of_duplicates(shared: IntArray, length: IntArray) -> IntArray:

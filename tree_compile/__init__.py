@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tree_compile.api import TreeModel, treecompile
     from tree_compile.errors import TreeCompileError
+    from tree_compile.runtime.estimate import estimate
     from tree_compile.runtime.plan import Plan, Row, plan_rows
+    from tree_compile.runtime.planner import Planner
 
-__all__ = ["Plan", "Row", "TreeCompileError", "TreeModel", "__version__", "plan_rows", "treecompile"]
+__all__ = [
+    "Plan", "Planner", "Row", "TreeCompileError", "TreeModel", "__version__", "estimate", "plan_rows", "treecompile",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 
 # Loaded on first use: importing torch takes seconds, which `treecompile --help` should not.
 _HOME = {
     "Plan": "tree_compile.runtime.plan",
+    "Planner": "tree_compile.runtime.planner",
     "Row": "tree_compile.runtime.plan",
     "TreeCompileError": "tree_compile.errors",
     "TreeModel": "tree_compile.api",
+    "estimate": "tree_compile.runtime.estimate",
     "plan_rows": "tree_compile.runtime.plan",
     "treecompile": "tree_compile.api",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from tree_compile.calls import check_keywords, check_not_wrapped, check_row, def
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
-from tree_compile.runtime.plan import Plan, Row, plan_rows
+from tree_compile.runtime.plan import Plan, Row, plan_rows, warm_up
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
 from tree_compile.state import State, state_of
@@ -35,6 +36,7 @@ class TreeModel(nn.Module):
         objective: str,
         backend: str,
         pad_rows: bool,
+        plan_seconds: float,
         forward_kwargs: Mapping[str, Any],
         self_check: bool,
     ) -> None:
@@ -49,6 +51,7 @@ class TreeModel(nn.Module):
             "min_shared_tokens": min_shared_tokens,
             "objective": objective,
             "pad_rows": pad_rows,
+            "plan_seconds": plan_seconds,
         }
         self._backend = backend
         self._keywords = {**default_keywords(model), **forward_kwargs}
@@ -198,6 +201,7 @@ def treecompile(
     backend: str = "inductor",
     *,
     pad_rows: bool = False,
+    plan_seconds: float = 0.15,
     forward_kwargs: Mapping[str, Any] | None = None,
     self_check: bool = True,
 ) -> TreeModel:
@@ -211,6 +215,7 @@ def treecompile(
         objective: "rows" for the fewest rows, "tokens" for the fewest tokens.
         backend: "inductor" compiles the rewritten model, "eager" runs it as it is.
         pad_rows: pad every row to `row_tokens`.
+        plan_seconds: how long rows are improved before a call; 0 takes the best construction.
         forward_kwargs: constant keyword arguments of every call of the model.
         self_check: compare with the unpacked model on a small random tree at the first call; False leaves that for the
             first call with a sequence of one token, for which the proof does not hold.
@@ -226,6 +231,8 @@ def treecompile(
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, not {backend!r}")
     if objective not in ("rows", "tokens"):
         raise ValueError(f"objective must be 'rows' or 'tokens', not {objective!r}")
+    # The first capture takes longer than to load, or once on a machine to compile, the planner.
+    threading.Thread(target=warm_up, daemon=True).start()
     return TreeModel(
         model,
         row_tokens=row_tokens,
@@ -233,6 +240,7 @@ def treecompile(
         objective=objective,
         backend=backend,
         pad_rows=pad_rows,
+        plan_seconds=plan_seconds,
         forward_kwargs=forward_kwargs or {},
         self_check=self_check,
     )

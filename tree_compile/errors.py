@@ -14,6 +14,7 @@ __all__ = [
     "LengthDependentError",
     "LostGradientError",
     "PayloadError",
+    "PlanError",
     "RefusedModelError",
     "SelfCheckError",
     "SequenceTooLongError",
@@ -99,6 +100,10 @@ class TokenTypeError(InputError):
 
 class PayloadError(InputError):
     """Per-token inputs are not aligned with their sequences."""
+
+
+class PlanError(InputError):
+    """A plan is without its sequences, is given others, or was not read from a plan's file."""
 
 
 class RefusedModelError(TreeCompileError):

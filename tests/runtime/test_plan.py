@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from tests.runtime.batches import ancestors, batches, chain, ranges_touch
 from tests.runtime.pages import run_page
-from tree_compile.runtime.plan import SEGMENT_COLUMNS, plan_rows
+from tree_compile.errors import PlanError
+from tree_compile.runtime.layout import SEGMENT_COLUMNS
+from tree_compile.runtime.plan import Plan, plan_rows
 
 ROOM = st.one_of(st.none(), st.integers(0, 8))
 MIN_SHARED = st.integers(1, 4)
@@ -129,9 +131,9 @@ def test_padding_is_roots_that_nobody_reads(sequences, room, min_shared_tokens):
 
 @given(batches(), ROOM, MIN_SHARED)
 def test_plan_is_the_same_each_time_and_through_pickle(sequences, room, min_shared_tokens):
-    options = (limit(sequences, room), min_shared_tokens)
-    plan = plan_rows(sequences, *options)
-    again, copy = plan_rows(sequences, *options), pickle.loads(pickle.dumps(plan))
+    options = {"row_tokens": limit(sequences, room), "min_shared_tokens": min_shared_tokens, "plan_attempts": 300}
+    plan = plan_rows(sequences, **options)
+    again, copy = plan_rows(sequences, **options), pickle.loads(pickle.dumps(plan)).with_sequences(sequences)
     for other in (again, copy):
         assert [row.sequence_ids for row in other.rows] == [row.sequence_ids for row in plan.rows]
         assert [row.tokens.tolist() for row in other.rows] == [row.tokens.tolist() for row in plan.rows]
@@ -233,3 +235,106 @@ def test_airline_rollouts_are_planned_in_a_tenth_of_a_second(shared):
 
 def test_page_is_right():
     assert run_page("plan.md")
+
+
+# Without its sequences
+
+
+@given(batches(), ROOM, MIN_SHARED)
+def test_saved_plan_is_the_same(tmp_path_factory, sequences, room, min_shared_tokens):
+    file = tmp_path_factory.mktemp("plan") / "plan.npz"
+    plan = plan_rows(sequences, limit(sequences, room), min_shared_tokens, plan_attempts=50)
+    plan.save(file)
+    copy = Plan.load(file)
+    numbers = ("row_tokens", "padded", "row_bound", "token_bound", "packed_tokens", "input_tokens")
+    assert all(getattr(copy, name) == getattr(plan, name) for name in numbers)
+    with pytest.raises(PlanError, match="without its sequences"):
+        copy.rows[0].tokens  # noqa: B018
+    for one, other in zip(plan.rows, copy.with_sequences(sequences).rows, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.segments.tolist() == other.segments.tolist()
+        assert one.sequence_ids == other.sequence_ids
+
+
+def test_plan_refuses_other_sequences():
+    plan = pickle.loads(pickle.dumps(plan_rows([[1, 2, 3], [1, 2, 4]], min_shared_tokens=1)))
+    with pytest.raises(PlanError, match="other lengths"):
+        plan.with_sequences([[1, 2, 3], [1, 2]])
+    with pytest.raises(PlanError, match="does not share the tokens"):
+        plan.with_sequences([[1, 2, 3], [1, 9, 4]])
+    assert plan.with_sequences([[5, 6, 7], [5, 6, 8]]).rows[0].tokens.tolist() == [5, 6, 7, 8]
+
+
+def test_file_that_is_no_plan_is_refused(tmp_path):
+    for name, text in (("text.npz", b"no"), ("empty.npz", b"")):
+        (tmp_path / name).write_bytes(text)
+        with pytest.raises(PlanError, match="is not a plan"):
+            Plan.load(tmp_path / name)
+    np.savez(tmp_path / "other.npz", tokens=np.arange(3))
+    with pytest.raises(PlanError, match="is not a plan"):
+        Plan.load(tmp_path / "other.npz")
+
+
+def test_row_is_pickled_with_its_own_tokens_alone():
+    plan = plan_rows([[1, 2, 3], [1, 2, 4], [9] * 1_000], row_tokens=1_000, min_shared_tokens=1)
+    row = plan.rows[plan.row_of(0)]
+    sent = pickle.dumps(row)
+    assert pickle.loads(sent).tokens.tolist() == row.tokens.tolist()
+    assert len(sent) < 4_000
+
+
+@given(batches(), st.integers(0, 8), MIN_SHARED)
+def test_plan_of_one_row_is_that_row(sequences, room, min_shared_tokens):
+    plan = plan_rows(sequences, limit(sequences, room), min_shared_tokens, plan_attempts=50)
+    for index, row in enumerate(plan.rows):
+        alone = plan.of_row(index)
+        (copy,) = alone.rows
+        assert copy.segments.tolist() == row.segments.tolist()
+        assert copy.tokens.tolist() == row.tokens.tolist()
+        assert alone.tree.subtree.max() == len(row.segments)
+        for place, i in enumerate(row.sequence_ids):
+            assert copy.tokens[copy.path(place)].tolist() == sequences[i]
+        assert pickle.loads(pickle.dumps(alone)).with_sequences([sequences[i] for i in row.sequence_ids])
+
+
+# Sharing of contexts only
+
+
+def test_context_is_shared_without_the_token_before_the_first_trainable_one():
+    sequences, trainable = [[1, 2, 3, 8, 8], [1, 2, 3, 8, 9]], [[0, 0, 0, 1, 1]] * 2
+    plan = plan_rows(sequences, min_shared_tokens=1, share="context", trainable=trainable)
+    assert plan.rows[0].tokens.tolist() == [1, 2, 3, 8, 8, 3, 8, 9]
+
+
+def test_context_of_a_sequence_without_trainable_tokens_is_all_of_it():
+    plan = plan_rows([[1, 2, 3], [1, 2, 3]], share="context", trainable=[[0] * 3] * 2)
+    assert plan.packed_tokens == 3
+
+
+def test_duplicates_have_trainable_tokens_of_their_own():
+    plan = plan_rows([[1, 2, 3]] * 3, min_shared_tokens=1, share="context", trainable=[[0, 0, 1]] * 3)
+    assert plan.rows[0].tokens.tolist() == [1, 2, 3, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"share": "some"}, "share is 'some'"),
+        ({"share": "context"}, "needs trainable"),
+        ({"share": "context", "trainable": [[1]]}, "does not fit"),
+    ],
+)
+def test_sharing_without_meaning_is_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        plan_rows([[1, 2]], **options)
+
+
+def test_published_table_is_reproduced(shared, monkeypatch):
+    monkeypatch.syspath_prepend(str(shared))
+    sequences, row_tokens = __import__("workloads").seed_example()
+    own = [2_000] * 16 + [12_000] * 8 + [7_000] * 8
+    trainable = [np.arange(len(s)) >= len(s) - count for s, count in zip(sequences, own, strict=True)]
+    plan = plan_rows(sequences, row_tokens, share="context", trainable=trainable)
+    # The root in both rows, four prompts without their last token, and every completion with it.
+    assert plan.packed_tokens == plan.token_bound == 2 * 4_096 + 4 * 11_999 + sum(own) + len(own)
+    assert len(plan.rows) == 2

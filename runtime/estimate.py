@@ -1,0 +1,134 @@
+"""What if: the rows and tokens that batches would take, before one is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tree_compile.runtime.plan import plan_rows
+from tree_compile.runtime.sequences import Batch, Sequences, as_batch
+
+__all__ = ["Estimate", "Estimates", "estimate"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sampled batches of one size, planned for one row length. Each tuple has one number per sample.
+
+    Attributes:
+        row_tokens: the greatest number of tokens in a row.
+        groups: groups in a batch.
+        sequences: sequences in it.
+        input_tokens: tokens of its sequences.
+        packed_tokens: tokens of its rows.
+        rows: its rows.
+        row_bounds: rows that no packing goes below.
+    """
+
+    row_tokens: int
+    groups: int
+    sequences: tuple[int, ...]
+    input_tokens: tuple[int, ...]
+    packed_tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    row_bounds: tuple[int, ...]
+
+    @property
+    def fill(self) -> float:
+        """Tokens of all rows over the room in them."""
+        return sum(self.packed_tokens) / (self.row_tokens * sum(self.rows))
+
+
+class Estimates(tuple[Estimate, ...]):
+    """Estimates for several sizes of a batch and lengths of a row; `str()` of it is a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        head = ("row tokens", "groups", "sequences", "rows", "bound", "tokens computed", "computed / in", "fill")
+        lines = [head, *map(_line, self)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def _line(found: Estimate) -> tuple[str, ...]:
+    share = sum(found.packed_tokens) / sum(found.input_tokens)
+    numbers = map(_spread, (found.sequences, found.rows, found.row_bounds, found.packed_tokens))
+    sequences, rows, bounds, tokens = numbers
+    return (
+        f"{found.row_tokens:,}", f"{found.groups:,}", sequences, rows, bounds, tokens, f"{share:.3f}",
+        f"{found.fill:.1%}",
+    )  # fmt: skip
+
+
+def _spread(values: tuple[int, ...]) -> str:
+    """Mean, and least to greatest where they differ."""
+    mean = sum(values) / len(values)
+    if min(values) == max(values):
+        return f"{values[0]:,}"
+    return f"{mean:,.1f} ({min(values):,}-{max(values):,})"
+
+
+def estimate(
+    pool: Sequences,
+    row_tokens: Sequence[int],
+    *,
+    groups: Sequence[Hashable] | None = None,
+    group_counts: Sequence[int] | None = None,
+    samples: int = 8,
+    seed: int = 0,
+    min_shared_tokens: int = 64,
+    objective: str = "rows",
+    plan_attempts: int = 2_000,
+) -> Estimates:
+    """Plans batches that are drawn from a pool, for several lengths of a row and sizes of a batch.
+
+    Args:
+        pool: sequences of the past, as `plan_rows` takes them.
+        row_tokens: the row lengths to try.
+        groups: the group of each sequence, such as its prompt; None makes every sequence a group.
+        group_counts: groups in a batch, each drawn whole and without repetition; None takes the whole pool once.
+        samples: batches that are drawn for each size. All row lengths are tried on the same ones.
+        seed: of the draws.
+        min_shared_tokens: as in `plan_rows`.
+        objective: as in `plan_rows`.
+        plan_attempts: as in `plan_rows`.
+
+    Raises:
+        InputError: the sequences are not usable, or one is longer than a row.
+        ValueError: `groups` has not one entry per sequence, or a count is not between 1 and the number of groups.
+    """
+    batch = as_batch(pool)
+    members = _members(batch, groups)
+    counts = [len(members)] if group_counts is None else list(group_counts)
+    if any(not 1 <= count <= len(members) for count in counts):
+        raise ValueError(f"group_counts must be between 1 and the {len(members)} groups of the pool, not {counts}")
+    random, found = np.random.default_rng(seed), []
+    for count in counts:
+        drawn = [_draw(batch, members, count, random) for _ in range(1 if count == len(members) else samples)]
+        for length in row_tokens:
+            plans = [
+                plan_rows(part, length, min_shared_tokens, objective, plan_attempts=plan_attempts) for part in drawn
+            ]
+            sizes = [(p.sequences, p.input_tokens, p.packed_tokens, len(p.rows), p.row_bound) for p in plans]
+            found.append(Estimate(length, count, *zip(*sizes, strict=True)))
+    return Estimates(found)
+
+
+def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]:
+    if groups is None:
+        return [[sequence] for sequence in range(len(batch))]
+    if len(groups) != len(batch):
+        raise ValueError(f"groups has {len(groups)} entries for {len(batch)} sequences")
+    found: dict[Hashable, list[int]] = {}
+    for sequence, group in enumerate(groups):
+        found.setdefault(group, []).append(sequence)
+    return list(found.values())
+
+
+def _draw(batch: Batch, members: list[list[int]], count: int, random: np.random.Generator) -> Batch:
+    chosen = sorted(random.choice(len(members), count, replace=False).tolist())
+    ids = [sequence for group in chosen for sequence in members[group]]
+    return Batch({name: [values[i] for i in ids] for name, values in batch.inputs.items()})

@@ -1,0 +1,110 @@
+"""The leaves of a prefix tree in depth-first order, and how many tokens any two of them share.
+
+Everything that packing asks of a tree follows from two numbers per leaf: the tokens of its path, and how many of them
+it shares with the leaf before it. Two leaves share the least of the numbers between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from tree_compile.runtime.sequences import IntArray
+from tree_compile.runtime.tree import PrefixTree
+
+__all__ = ["Leaves", "depth_first", "leaves_of", "shared_tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The L leaves of a tree, in pre-order.
+
+    Attributes:
+        segment: the leaf's segment, int64 [L].
+        tokens: tokens of its path, int64 [L].
+        shared: how many of them the leaf before it has too, int64 [L]; 0 for the first.
+        own: the fewest tokens that a leaf adds to any row, one number.
+        minima: a sparse table: `minima[j, i]` is the least of `shared[i : i + 2**j]`.
+    """
+
+    segment: IntArray
+    tokens: IntArray
+    shared: IntArray
+    own: int
+    minima: IntArray
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+
+def leaves_of(tree: PrefixTree) -> Leaves:
+    """The leaves of `tree`."""
+    segment = tree.leaves
+    # The segment after a leaf hangs on the last segment that the leaf shares with the next one.
+    shared = np.append(0, tree.start[segment[:-1] + 1])
+    return Leaves(segment, tree.end[segment], shared, int(tree.length[segment].min()), _minima(shared))
+
+
+@numba.njit(cache=True)
+def _minima(shared):
+    levels = 1
+    while 1 << levels <= len(shared):
+        levels += 1
+    table = np.zeros((levels, len(shared)), np.int64)
+    table[0] = shared
+    for level in range(1, levels):
+        half = 1 << (level - 1)
+        for i in range(len(shared) - 2 * half + 1):
+            table[level, i] = min(table[level - 1, i], table[level - 1, i + half])
+    return table
+
+
+@numba.njit(cache=True)
+def shared_tokens(minima, left, right):
+    """Tokens that the leaves `left` < `right` share."""
+    level, span = 0, right - left
+    while span > 1:
+        span >>= 1
+        level += 1
+    return min(minima[level, left + 1], minima[level, right - (1 << level) + 1])
+
+
+def depth_first(tree: PrefixTree, size: IntArray) -> tuple[IntArray, IntArray]:
+    """The leaves in a depth-first order in which siblings of greater size come first.
+
+    Args:
+        tree: the tree.
+        size: a number for every segment, int64 [S].
+
+    Returns:
+        Places among the leaves, and the tokens that each shares with the one before it; int64 [L] both.
+    """
+    return _walk(tree.start, tree.end, tree.parent, np.argsort(size, kind="stable"))
+
+
+@numba.njit(cache=True)
+def _walk(start, end, parent, by_size):
+    count = len(start)
+    child, sibling = np.full(count + 1, -1, np.int64), np.full(count, -1, np.int64)
+    for segment in by_size[::-1]:  # the last one put on the stack, which is the greatest, is taken first
+        sibling[segment], child[parent[segment]] = child[parent[segment]], segment
+    rank, leaves = np.zeros(count, np.int64), 0
+    for segment in range(count):
+        rank[segment] = leaves
+        leaves += child[segment] < 0
+    order, shared, stack = np.empty(leaves, np.int64), np.empty(leaves, np.int64), np.empty(count, np.int64)
+    depth, found, common, node = 0, 0, 0, child[-1]
+    while True:
+        while node >= 0:
+            stack[depth] = node
+            depth, node = depth + 1, sibling[node]
+        if depth == 0:
+            return order, shared
+        depth -= 1
+        segment = stack[depth]
+        common, node = min(common, start[segment]), child[segment]
+        if node < 0:
+            order[found], shared[found] = rank[segment], common
+            found, common = found + 1, end[segment]

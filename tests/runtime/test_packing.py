@@ -1,0 +1,194 @@
+"""Constructions, their improvement, and the bound."""
+
+import importlib.util
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.batches import batches, chain
+from tree_compile.runtime.bounds import row_bounds
+from tree_compile.runtime.constructions import constructions
+from tree_compile.runtime.leaves import depth_first, leaves_of, shared_tokens
+from tree_compile.runtime.plan import plan_rows
+from tree_compile.runtime.reopening import Budget, reopen_rows
+from tree_compile.runtime.rows import pack_rows
+from tree_compile.runtime.sequences import as_batch
+from tree_compile.runtime.tree import build_prefix_tree
+
+ROOM = st.integers(0, 8)
+NO_BOUNDS = (0, 0)
+
+
+def tree_of(sequences, min_shared_tokens=1):
+    return build_prefix_tree(as_batch(sequences), min_shared_tokens)
+
+
+def path(tree, leaf):
+    found = []
+    while leaf >= 0:
+        found.append(leaf)
+        leaf = int(tree.parent[leaf])
+    return found
+
+
+def sizes(tree, leaves, row_of):
+    """Tokens of every row, by the segments on the paths of its leaves."""
+    held = {}
+    for leaf, row in zip(leaves.segment.tolist(), row_of.tolist(), strict=True):
+        held.setdefault(row, set()).update(path(tree, leaf))
+    assert sorted(held) == list(range(len(held)))
+    return [sum(int(tree.length[segment]) for segment in segments) for segments in held.values()]
+
+
+@given(batches())
+def test_any_two_leaves_share_the_least_between_them(sequences):
+    tree = tree_of(sequences)
+    leaves = leaves_of(tree)
+    for left, right in itertools.combinations(range(len(leaves)), 2):
+        common = set(path(tree, leaves.segment[left])) & set(path(tree, leaves.segment[right]))
+        expected = sum(int(tree.length[segment]) for segment in common)
+        assert shared_tokens(leaves.minima, left, right) == expected
+
+
+@given(batches(), st.randoms())
+def test_depth_first_order_keeps_subtrees_together(sequences, random):
+    tree = tree_of(sequences)
+    leaves = leaves_of(tree)
+    order, shared = depth_first(tree, np.array([random.random() for _ in range(len(tree))]))
+    assert sorted(order.tolist()) == list(range(len(leaves)))
+    for segment in range(len(tree)):
+        inside = [segment in path(tree, leaves.segment[leaf]) for leaf in order]
+        assert sum(a != b for a, b in itertools.pairwise([False, *inside, False])) == 2
+    for (one, other), tokens in zip(itertools.pairwise(order), shared[1:], strict=True):
+        assert shared_tokens(leaves.minima, min(one, other), max(one, other)) == tokens
+
+
+@given(batches(most=14), ROOM, st.integers(1, 3))
+def test_every_construction_fits(sequences, room, min_shared_tokens):
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences, min_shared_tokens)
+    leaves = leaves_of(tree)
+    for row_of in constructions(tree, leaves, row_tokens):
+        assert max(sizes(tree, leaves, row_of)) <= row_tokens
+
+
+@given(batches(most=14), ROOM, st.booleans(), st.integers(0, 400))
+def test_reopened_rows_fit_and_are_no_more(sequences, room, few_tokens, attempts):
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences)
+    leaves = leaves_of(tree)
+    start = np.arange(len(leaves))
+    row_of = reopen_rows(leaves, start, row_tokens, Budget(attempts=attempts), few_tokens, NO_BOUNDS)
+    found = sizes(tree, leaves, row_of)
+    assert max(found) <= row_tokens
+    assert len(found) <= len(leaves)
+    assert sum(found) <= int(leaves.tokens.sum())
+    assert start.tolist() == list(range(len(leaves)))
+
+
+def test_reopening_joins_what_fits_together():
+    leaves = leaves_of(tree_of([[group] * 5 + [leaf] for group in range(4) for leaf in range(10, 14)]))
+    row_of = reopen_rows(leaves, np.arange(16), 9, Budget(attempts=2_000), False, NO_BOUNDS)
+    assert len(set(row_of.tolist())) == 4
+
+
+def test_budget_of_attempts_gives_the_same_rows_each_time():
+    random = np.random.default_rng(0)
+    sequences = [
+        np.append(np.full(40, group), random.integers(0, 99, random.integers(1, 60)))
+        for group in range(9)
+        for _ in range(9)
+    ]
+    packed = [pack_rows(tree_of(sequences), 150, budget=Budget(attempts=500)) for _ in range(2)]
+    assert [row.tolist() for row in packed[0]] == [row.tolist() for row in packed[1]]
+
+
+def test_no_budget_takes_the_best_construction():
+    tree = tree_of([[group] * 5 + [leaf] * leaf for group in range(6) for leaf in range(10, 14)])
+    leaves = leaves_of(tree)
+    best = min(len(set(row_of.tolist())) for row_of in constructions(tree, leaves, 40))
+    assert len(pack_rows(tree, 40, budget=Budget(0))) == best
+
+
+@given(batches(most=8), ROOM)
+def test_plan_without_one_sequence_is_feasible(sequences, room):
+    row_tokens = max(map(len, sequences)) + room
+    for left_out in range(len(sequences)) if len(sequences) > 1 else ():
+        rest = sequences[:left_out] + sequences[left_out + 1 :]
+        plan = plan_rows(rest, row_tokens, 1, plan_attempts=50)
+        assert max(row.length for row in plan.rows) <= row_tokens
+        assert sorted(i for row in plan.rows for i in row.sequence_ids) == list(range(len(rest)))
+
+
+def test_bound_counts_documents_that_do_not_fit_beside_each_other():
+    # By tokens, five rows of 10 would do.
+    tree = tree_of([[document] * 7 for document in range(6)] + [[20 + i] for i in range(3)])
+    assert row_bounds(tree, 10) == (6, 45)
+
+
+def test_100000_duplicates_are_one_row():
+    plan = plan_rows([np.arange(50)] * 100_000, 64)
+    assert (len(plan.rows), plan.packed_tokens) == (1, 50)
+    assert len(plan.rows[0].sequence_ids) == 100_000
+
+
+def test_one_token_sequences_fill_rows():
+    plan = plan_rows([[token] for token in range(1_000)], 64)
+    assert len(plan.rows) == plan.row_bound == 16
+
+
+def test_sequences_as_long_as_a_row_have_rows_of_their_own():
+    plan = plan_rows([[token] * 32 for token in range(50)], 32)
+    assert [row.length for row in plan.rows] == [32] * 50
+
+
+@pytest.mark.parametrize("row_tokens", [5_001, 6_000])
+def test_deep_chain_is_packed(row_tokens):
+    plan = plan_rows([np.array(sequence, np.int16) for sequence in chain(5_000)], row_tokens, 1, plan_seconds=0)
+    assert plan.row_bound <= len(plan.rows)
+    assert max(row.length for row in plan.rows) <= row_tokens
+
+
+@pytest.fixture(scope="module")
+def rule():
+    """The published rule in plain Python."""
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "seed_rule.py"
+    spec = importlib.util.spec_from_file_location("seed_rule", file)
+    module = importlib.util.module_from_spec(spec)
+    __import__("sys").modules["seed_rule"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@given(batches(most=14), ROOM)
+def test_rows_are_never_more_than_those_of_the_published_rule(rule, sequences, room):
+    row_tokens = max(map(len, sequences)) + room
+    distinct = [list(sequence) for sequence in dict.fromkeys(map(tuple, sequences))]
+    alone = [s for s in distinct if not any(s != other and s == other[: len(s)] for other in distinct)]
+    paths = rule.walk(alone, [len(s) for s in alone], 1)
+    rows = rule.place(paths, rule.groups_of(paths), row_tokens)
+    assert len(plan_rows(alone, row_tokens, 1, plan_attempts=300).rows) <= len(rows)
+
+
+@given(batches(most=7), ROOM)
+def test_bounds_are_those_of_a_solver_or_below(sequences, room):
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences)
+    bound, _ = row_bounds(tree, row_tokens)
+    if bound == 1:
+        return
+    model = cp_model.CpModel()
+    held = [[model.new_bool_var("") for _ in range(len(tree))] for _ in range(bound - 1)]
+    for row in held:
+        for segment, above in enumerate(tree.parent.tolist()):
+            if above >= 0:
+                model.add_implication(row[segment], row[above])
+        model.add(sum(int(n) * kept for n, kept in zip(tree.length, row, strict=True)) <= row_tokens)
+    for leaf in tree.leaves.tolist():
+        model.add_exactly_one(row[leaf] for row in held)
+    assert cp_model.CpSolver().solve(model) == cp_model.INFEASIBLE

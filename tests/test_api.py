@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -227,8 +226,10 @@ def test_check_finds_a_wrong_result(tree_model: TreeModel, monkeypatch: pytest.M
     right = programs.row_inputs
 
     def wrong(row: Any, device: torch.device) -> tuple[Any, ...]:
-        return right(replace(row, inputs={"input_ids": row.tokens[::-1].copy()}), device)
+        tokens, *plan = right(row, device)
+        return tokens.flip(1), *plan
 
+    assert tree_model.check(SEQUENCES).ok
     monkeypatch.setattr(programs, "row_inputs", wrong)
     report = tree_model.check(SEQUENCES)
     assert not report.ok

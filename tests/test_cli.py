@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,7 +86,7 @@ def test_help_lists_the_commands_without_loading_torch():
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("demo", "check", "explain"))
+    assert all(command in done.stdout for command in ("demo", "check", "explain", "pack"))
     assert done.stdout.endswith("False\n")
 
 
@@ -234,3 +235,148 @@ def test_number_out_of_range_is_refused(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", *words])
     assert "is not a whole number of at least" in capsys.readouterr().err
+
+
+@pytest.fixture
+def as_file(tmp_path):
+    """Writes 100 shared tokens with three endings in the form that an ending of a file name says."""
+    sequences = [SHARED_TOKENS + end for end in ([101, 102, 103], [104] * 9, [101, 102, 105])]
+
+    def write(form: str) -> Path:
+        path = tmp_path / f"sequences.{form}"
+        if form == "jsonl":
+            path.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in sequences))
+        elif form == "npz":
+            np.savez(path, tokens=np.concatenate(sequences), lengths=[len(tokens) for tokens in sequences])
+        else:
+            pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pyarrow.table({"input_ids": sequences}), path)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("form", ["jsonl", "npz", "parquet"])
+def test_pack_gives_the_numbers_of_a_file_of_any_form(as_file, form, capsys):
+    assert main(["pack", str(as_file(form)), "--row-tokens", "110", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("plan_milliseconds") > 0
+    assert len(found.pop("rows")) == 2
+    assert found == {
+        "sequences": 3,
+        "tokens_in": 315,
+        "tokens_computed": 215,
+        "tokens_saved": 100,
+        "token_bound": 215,
+        "row_tokens": 110,
+        "row_count": 2,
+        "row_bound": 2,
+        "holes": 5,
+    }
+
+
+def test_pack_without_row_tokens_makes_one_row(as_file, capsys):
+    assert main(["pack", str(as_file("jsonl")), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == [{"tokens": 115, "sequences": 3}]
+    assert (found["row_tokens"], found["holes"]) == (None, 0)
+
+
+def test_pack_counts_the_tokens_and_sequences_of_every_row(as_file, capsys):
+    assert main(["pack", str(as_file("jsonl")), "--row-tokens", "110", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert sorted((row["tokens"], row["sequences"]) for row in rows) == [(106, 2), (109, 1)]
+
+
+def test_pack_prints_its_figures_and_the_picture(as_file, capsys):
+    assert main(["pack", str(as_file("npz")), "--row-tokens", "110"]) == 0
+    text = capsys.readouterr().out
+    figures, picture = text.split("\n\n", 1)
+    assert [line.split("  ", 1)[1].strip() for line in figures.splitlines()[:-1]] == [
+        "2 (at least 2)",
+        "315",
+        "215 (at least 215)",
+        "100 (31.7%)",
+        "5 tokens",
+    ]
+    assert figures.splitlines()[-1].startswith("planned in ")
+    assert figures.endswith(" ms")
+    assert "tree: 4 segments" in picture
+    assert "row 1 " in picture
+
+
+def test_pack_hands_its_options_to_the_planner(as_file, capsys, monkeypatch):
+    from tree_compile import pack
+
+    seen = []
+
+    def plan_rows(sequences, **options):
+        seen.append(options)
+        return made(sequences, **options)
+
+    made = pack.plan_rows
+    monkeypatch.setattr(pack, "plan_rows", plan_rows)
+    words = ["--row-tokens", "120", "--min-shared-tokens", "2", "--objective", "tokens", "--plan-seconds", "0.01"]
+    assert main(["pack", str(as_file("jsonl")), *words]) == 0
+    assert seen == [{"row_tokens": 120, "min_shared_tokens": 2, "objective": "tokens", "plan_seconds": 0.01}]
+
+
+def test_pack_writes_the_page(as_file, tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    assert main(["pack", str(as_file("jsonl")), "--row-tokens", "110", "--html", str(page), "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    text = page.read_text("utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<dt>tokens computed</dt><dd>215</dd>" in text
+
+
+def test_pack_reads_messages(tmp_path, capsys):
+    path = tmp_path / "messages.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    assert main(["pack", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_in"] == len("\0user\nhi\0")
+
+
+def test_pack_names_the_wrong_line(as_file, capsys):
+    path = as_file("jsonl")
+    path.write_text(path.read_text() + '{"tokens": [1, -1]}\n')
+    assert main(["pack", str(path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert f"at {path}:4" in output.err
+
+
+def test_pack_refuses_a_sequence_longer_than_a_row(as_file, capsys):
+    assert main(["pack", str(as_file("parquet")), "--row-tokens", "108"]) == 2
+    error = capsys.readouterr().err
+    assert "sequence 1 has 109 tokens" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--row-tokens", "0"], "is not a whole number"),
+        (["--min-shared-tokens", "0"], "is not a whole number"),
+        (["--plan-seconds", "-1"], "is not a number of seconds"),
+        (["--plan-seconds", "nan"], "is not a number of seconds"),
+        (["--plan-seconds", "soon"], "is not a number of seconds"),
+        (["--objective", "speed"], "invalid choice"),
+    ],
+)
+def test_pack_refuses_an_option_out_of_range(words, what, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["pack", "file.jsonl", *words])
+    assert what in capsys.readouterr().err
+
+
+def test_pack_runs_without_torch(as_file):
+    code = (
+        "import sys\n"
+        "from tree_compile.cli import main\n"
+        f"main(['pack', {str(as_file('npz'))!r}, '--json'])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n")

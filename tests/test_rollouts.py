@@ -97,11 +97,6 @@ def test_wrong_line_is_named_with_its_file(write, line, what):
     assert f"at {path}:3" in str(caught.value)
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"none\.jsonl: No such file"):
-        read_rollouts(tmp_path / "none.jsonl")
-
-
 def test_file_that_is_not_text_is_named(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
@@ -112,6 +107,166 @@ def test_file_that_is_not_text_is_named(tmp_path):
 def test_file_without_rollouts_is_named(write):
     with pytest.raises(InputError, match=r"no rollouts in .*rollouts\.jsonl"):
         read_rollouts(write(""))
+
+
+FLAT = {"tokens": np.array([5, 0, 7, 1, 2], np.uint16), "lengths": np.array([3, 2], np.int32)}
+
+
+@pytest.fixture
+def npz(tmp_path):
+    def write_arrays(**arrays) -> Path:
+        np.savez(tmp_path / "rollouts.npz", **arrays)
+        return tmp_path / "rollouts.npz"
+
+    return write_arrays
+
+
+def read_tokens(path: Path) -> list[list[int]]:
+    return [rollout.tokens.tolist() for rollout in read_rollouts(path)]
+
+
+def test_npz_of_all_tokens_is_split_by_its_lengths(npz):
+    path = npz(**FLAT, reward=np.array([0.5, 1.0]))
+    assert read_tokens(path) == [[5, 0, 7], [1, 2]]
+    assert all(rollout.tokens.dtype == np.int64 and rollout.trainable.all() for rollout in read_rollouts(path))
+
+
+@pytest.mark.parametrize(
+    "trainable", [np.array([0, 1, 0, 1, 1]), np.array([0, 1, 0, 1, 1], bool), np.packbits([0, 1, 0, 1, 1])]
+)
+def test_npz_says_which_tokens_are_trained_on(npz, trainable):
+    first, second = read_rollouts(npz(**FLAT, trainable=trainable))
+    assert first.trainable.tolist() == [False, True, False]
+    assert second.trainable.tolist() == [True, True]
+
+
+def test_npz_of_one_array_per_sequence_keeps_their_order(npz):
+    assert read_tokens(npz(b=np.array([3, 4]), a=np.array([1], np.uint64))) == [[3, 4], [1]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "what"),
+    [
+        ({}, "no rollouts in"),
+        ({"tokens": FLAT["tokens"]}, 'no array "lengths"'),
+        ({**FLAT, "lengths": np.array([3, 3])}, 'array "lengths" of .* adds up to 6, and "tokens" has 5'),
+        ({**FLAT, "lengths": np.array([5, 0])}, 'array "lengths" of .* is 0 at 1'),
+        ({**FLAT, "lengths": np.array([6, -1])}, 'array "lengths" of .* holds -1'),
+        ({**FLAT, "lengths": np.array([3.0, 2.0])}, 'array "lengths" of .* is not a list of integers'),
+        ({**FLAT, "tokens": FLAT["tokens"].astype(float)}, 'array "tokens" of .* is not a list of integers'),
+        ({**FLAT, "tokens": np.array([[1], [2]])}, 'array "tokens" of .* is not a list of integers'),
+        ({**FLAT, "tokens": np.array([], np.int64)}, 'array "tokens" of .* is empty'),
+        ({**FLAT, "tokens": np.array([1, 2, 3, -4, 5])}, 'array "tokens" of .* holds -4'),
+        ({**FLAT, "trainable": np.array([1, 0])}, 'array "trainable" of .* one 0 or 1 per token'),
+        ({**FLAT, "trainable": np.array([0, 1, 2, 0, 0])}, 'array "trainable" of .* one 0 or 1 per token'),
+        ({**FLAT, "tokens": np.array([{}, 2, 3, 4, 5])}, 'array "tokens" of .* cannot be read: .*allow_pickle=False'),
+        ({"a": np.array([1]), "b": np.array([0.5])}, 'array "b" of .* is not a list of integers'),
+        ({"a": np.array([1]), "b": np.array([True])}, 'array "b" of .* is not a list of integers'),
+        ({"a": np.array([1]), "b": np.array([], np.int64)}, 'array "b" of .* is empty'),
+        ({"a": np.array([1]), "b": np.array([2, -1])}, 'array "b" of .* holds -1'),
+        ({"a": np.array([2**63], np.uint64)}, 'array "a" of .* holds 9223372036854775808'),
+        ({"a": np.array(3)}, 'array "a" of .* is not a list of integers'),
+    ],
+)
+def test_wrong_array_is_named_with_its_file(npz, arrays, what):
+    with pytest.raises(InputError, match=what) as caught:
+        read_rollouts(npz(**arrays))
+    assert "rollouts.npz" in str(caught.value)
+
+
+def test_file_that_is_no_npz_is_named(tmp_path):
+    path = tmp_path / "rollouts.npz"
+    np.save(path.open("wb"), np.array([1, 2]))
+    with pytest.raises(InputError, match=r"rollouts\.npz is not an npz file"):
+        read_rollouts(path)
+
+
+def test_damaged_npz_is_named(npz):
+    path = npz(a=np.arange(1_000))
+    content = bytearray(path.read_bytes())
+    content[500] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r'array "a" of .*rollouts\.npz cannot be read'):
+        read_rollouts(path)
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    pa, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def write_columns(row_group_size=None, **columns) -> Path:
+        path = tmp_path / "rollouts.parquet"
+        writer.write_table(pa.table(columns), path, row_group_size=row_group_size)
+        return path
+
+    return write_columns
+
+
+@pytest.mark.parametrize("name", ["tokens", "input_ids"])
+def test_parquet_column_of_lists_is_read(parquet, name):
+    path = parquet(**{"task": ["a", "b", "c"], name: [[5, 0, 7], [1], [2, 3]]}, row_group_size=2)
+    assert read_tokens(path) == [[5, 0, 7], [1], [2, 3]]
+    assert all(rollout.tokens.dtype == np.int64 and rollout.trainable.all() for rollout in read_rollouts(path))
+
+
+@pytest.mark.parametrize("form", ["large_list", "list_"])
+def test_parquet_lists_of_any_integer_type_are_read(parquet, form):
+    pa = pytest.importorskip("pyarrow")
+    column = pa.array([[1, 2], [3, 4]], getattr(pa, form)(pa.uint16()))
+    assert read_tokens(parquet(tokens=column)) == [[1, 2], [3, 4]]
+
+
+def test_parquet_says_which_tokens_are_trained_on(parquet):
+    first, second = read_rollouts(parquet(tokens=[[5, 0, 7], [1]], trainable=[[0, 1, 0], [1]]))
+    assert first.trainable.tolist() == [False, True, False]
+    assert second.trainable.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("columns", "what"),
+    [
+        ({"ids": [[1]]}, "has no column tokens and none called input_ids"),
+        ({"trainable": [[1]]}, "has no column tokens and none called input_ids"),
+        ({"tokens": []}, "no rollouts in"),
+        ({"tokens": [[1], []]}, "row 1 of column tokens of .* is empty"),
+        ({"tokens": [[1], None]}, "row 1 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[1], [2, None]]}, "row 1 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[1], [2, -3]]}, "row 1 of column tokens of .* holds -3"),
+        ({"tokens": [[1.0], [2.0]]}, "row 0 of column tokens of .* is not a list of integers"),
+        ({"input_ids": [1, 2]}, "row 0 of column input_ids of .* is not a list of integers"),
+        ({"tokens": ["12"]}, "row 0 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[True]]}, "row 0 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[[1]]]}, "row 0 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[1], [2]], "trainable": [[1], [1, 0]]}, "row 1 of column trainable of .* one 0 or 1 per token"),
+        ({"tokens": [[1], [2]], "trainable": [[1], None]}, "row 1 of column trainable of .* one 0 or 1 per token"),
+    ],
+)
+def test_wrong_row_is_named_with_its_file(parquet, columns, what):
+    with pytest.raises(InputError, match=what) as caught:
+        read_rollouts(parquet(**columns))
+    assert "rollouts.parquet" in str(caught.value)
+
+
+def test_file_that_is_no_parquet_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "rollouts.parquet"
+    path.write_text('{"tokens": [1]}\n')
+    with pytest.raises(InputError, match=r"rollouts\.parquet is not a parquet file"):
+        read_rollouts(path)
+
+
+def test_missing_pyarrow_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"needs the package pyarrow\n.*pip install 'tree_compile\[parquet\]'"):
+        read_rollouts(tmp_path / "rollouts.parquet")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "npz", "parquet"])
+def test_missing_file_of_any_form_is_named(tmp_path, ending):
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
+    with pytest.raises(InputError, match=rf"none\.{ending}: No such file"):
+        read_rollouts(tmp_path / f"none.{ending}")
 
 
 @pytest.fixture

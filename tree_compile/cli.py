@@ -1,10 +1,11 @@
-"""The command line: `treecompile demo`, `treecompile check` and `treecompile explain`."""
+"""The command line: `treecompile demo`, `check`, `explain` and `pack`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import traceback
@@ -25,7 +26,8 @@ __all__ = ["main"]
 
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 _TARGET_HELP = "module:factory, a function that returns an nn.Module; or an architecture in transformers, such as llama"
-_ROLLOUTS_HELP = 'JSON lines with "tokens" or "messages"'
+_ROLLOUTS_HELP = 'JSON lines with "tokens" or "messages", or a .npz or .parquet file of token ids'
+_TOKENIZER_HELP = "tokenizers JSON; bytes if left out"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands, common)
     _add_check(commands, common)
     _add_explain(commands, common)
+    _add_pack(commands, common)
     return parser
 
 
@@ -80,7 +83,7 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     text = "Trains a small model on rollouts, on rows of shared prefixes and unpacked, and compares both."
     demo = commands.add_parser("demo", parents=[common], help="train a small model both ways", description=text)
     demo.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; bundled ones if left out")
-    demo.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON; bytes if left out")
+    demo.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     demo.add_argument("--steps", type=_at_least(2), default=3, metavar="N", help="training steps (default: 3)")
     demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help="most tokens in a row (default: 16384)")
     demo.set_defaults(run=_demo)
@@ -91,7 +94,7 @@ def _add_check(commands: Any, common: argparse.ArgumentParser) -> None:
     check = commands.add_parser("check", parents=[common], help="compare a model with itself", description=text)
     check.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     check.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; a random tree if left out")
-    check.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON; bytes if left out")
+    check.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     check.set_defaults(run=_check)
 
 
@@ -100,6 +103,32 @@ def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
     explain = commands.add_parser("explain", parents=[common], help="say what a model becomes", description=text)
     explain.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     explain.set_defaults(run=_explain)
+
+
+def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
+    text = "Plans the rows of a file of sequences, and shows them."
+    pack = commands.add_parser("pack", parents=[common], help="plan the rows of a file", description=text)
+    pack.add_argument("file", type=Path, metavar="FILE", help=_ROLLOUTS_HELP)
+    pack.add_argument("--row-tokens", type=_at_least(1), metavar="N", help="most tokens in a row; one row if left out")
+    help_text = "shared segments with fewer tokens are copied (default: 64)"
+    pack.add_argument("--min-shared-tokens", type=_at_least(1), default=64, metavar="N", help=help_text)
+    help_text = "what there should be few of (default: rows)"
+    pack.add_argument("--objective", choices=("rows", "tokens"), default="rows", help=help_text)
+    help_text = "how long rows are improved (default: 0.1)"
+    pack.add_argument("--plan-seconds", type=_seconds, default=0.1, metavar="S", help=help_text)
+    pack.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
+    pack.add_argument("--html", type=Path, metavar="OUT", help="also write the plan as a page for the browser")
+    pack.set_defaults(run=_pack)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _at_least(least: int) -> Any:
@@ -161,6 +190,26 @@ def _explain(options: argparse.Namespace) -> int:
         _print_json(dataclasses.asdict(explanation))
     else:
         print(explanation)
+    return 0
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from tree_compile.pack import pack_file
+
+    report = pack_file(
+        options.file,
+        _tokenizer(options),
+        row_tokens=options.row_tokens,
+        min_shared_tokens=options.min_shared_tokens,
+        objective=options.objective,
+        plan_seconds=options.plan_seconds,
+    )
+    if options.html:
+        options.html.write_text(report.plan.to_html(), encoding="utf-8")
+    if options.json:
+        _print_json(report.numbers())
+    else:
+        print(report)
     return 0
 
 

@@ -1,8 +1,10 @@
-"""Reads rollouts: JSON lines of token ids, or of messages that are turned into token ids here."""
+"""Reads rollouts: token ids, or messages that are turned into token ids here."""
 
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,10 @@ BUNDLED = Path(__file__).with_name("data") / "rollouts.jsonl"
 
 _MESSAGE_START, _MESSAGE_END = 256, 257
 BYTE_VOCABULARY = 258
+_TOKEN_COLUMNS = ("tokens", "input_ids")
 _FORM = 'give one JSON object per line, with "tokens": [ids], or "messages": [{"role": …, "content": …}]'
+_NPZ_FORM = 'give an array "tokens" of all ids with an array "lengths"; or one array of ids per sequence'
+_PARQUET_FORM = f"give a column of lists of ids that is called {' or '.join(_TOKEN_COLUMNS)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,26 +89,39 @@ def file_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_rollouts(path: Path, tokenizer: Tokenizer | None = None) -> list[Rollout]:
-    """Reads a file of rollouts.
+    """Reads a file of rollouts, in the form that the ending of its name says.
 
-    Each line is a JSON object with "tokens", a list of ids, and optionally "trainable", one 0 or 1 per token (without
-    it the loss is taken on all tokens); or with "messages", of which the assistant's are trained on.
+    - .npz: an array "tokens" of all ids, one sequence after the other, with an array "lengths"; and optionally
+      "trainable", one 0 or 1 per token, or these as packed bits. Or one array of ids per sequence.
+    - .parquet: a column of lists of ids called tokens or input_ids, and optionally one called trainable.
+    - any other: JSON lines. Each is an object with "tokens", a list of ids, and optionally "trainable"; or with
+      "messages", of which the assistant's are trained on. Empty lines are skipped.
+
+    Without "trainable" the loss is taken on all tokens.
 
     Args:
-        path: a file of JSON lines; empty lines are skipped.
+        path: the file.
         tokenizer: what turns messages into ids; bytes if none is given.
 
     Raises:
-        InputError: the file cannot be read or has no rollouts; a line that is wrong is named.
+        InputError: the file cannot be read or has no rollouts; the line, array or row that is wrong is named. Or
+            pyarrow is not installed, which parquet files need.
     """
-    tokenizer = tokenizer or byte_tokenizer()
+    path = Path(path)
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        if path.suffix == ".npz":
+            return _from_npz(path)
+        if path.suffix == ".parquet":
+            return _from_parquet(path)
+        return _from_lines(path, tokenizer or byte_tokenizer())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read rollouts from {path}: {_reason(error)}", hint=_FORM) from error
+        raise InputError(f"cannot read rollouts from {path}: {_reason(error)}") from error
+
+
+def _from_lines(path: Path, tokenizer: Tokenizer) -> list[Rollout]:
     rollouts = [
         _rollout(line, SourceLine(str(path), number), tokenizer)
-        for number, line in enumerate(lines, start=1)
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
         if line.strip()
     ]
     if not rollouts:
@@ -165,3 +183,106 @@ def _role_and_content(message: object, number: int, where: SourceLine) -> tuple[
 
 def _joined(parts: Iterable[list[Any]], dtype: type) -> NDArray[Any]:
     return np.array([value for part in parts for value in part], dtype)
+
+
+def _from_npz(path: Path) -> list[Rollout]:
+    with path.open("rb") as raw:
+        if not zipfile.is_zipfile(raw):
+            raise InputError(f"{path} is not an npz file", hint="write it with numpy.savez")
+        raw.seek(0)
+        with np.load(raw, allow_pickle=False) as file:
+            if "tokens" in file.files:
+                return _from_flat(file, path)
+            arrays = [(f'array "{name}" of {path}', _array(file, name, path)) for name in file.files]
+    if not arrays:
+        raise InputError(f"there are no rollouts in {path}", hint=_NPZ_FORM)
+    return [_all_trained(_ids(array, what, _NPZ_FORM)) for what, array in arrays]
+
+
+def _from_flat(file: Any, path: Path) -> list[Rollout]:
+    if "lengths" not in file.files:
+        raise InputError(f'{path} has an array "tokens" and no array "lengths"', hint=_NPZ_FORM)
+    tokens = _ids(_array(file, "tokens", path), f'array "tokens" of {path}', _NPZ_FORM)
+    lengths = _ids(_array(file, "lengths", path), f'array "lengths" of {path}', _NPZ_FORM)
+    if not lengths.all():
+        raise InputError(f'array "lengths" of {path} is 0 at {lengths.argmin()}', hint="leave empty sequences out")
+    if lengths.sum() != len(tokens):
+        raise InputError(
+            f'array "lengths" of {path} adds up to {lengths.sum()}, and "tokens" has {len(tokens)}', hint=_NPZ_FORM
+        )
+    trainable = np.ones(len(tokens), np.bool_)
+    if "trainable" in file.files:
+        trainable = _unpacked_marks(_array(file, "trainable", path), len(tokens), path)
+    ends = np.cumsum(lengths)[:-1]
+    return [Rollout(*parts) for parts in zip(np.split(tokens, ends), np.split(trainable, ends), strict=True)]
+
+
+def _array(file: Any, name: str, path: Path) -> NDArray[Any]:
+    try:
+        return np.asarray(file[name])
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f'array "{name}" of {path} cannot be read: {error}', hint=_NPZ_FORM) from error
+
+
+def _unpacked_marks(marks: NDArray[Any], tokens: int, path: Path) -> NDArray[np.bool_]:
+    if marks.dtype == np.uint8 and marks.shape == (-(-tokens // 8),) != (tokens,):
+        marks = np.unpackbits(marks)[:tokens]
+    return _marks(marks, tokens, f'array "trainable" of {path}')
+
+
+def _from_parquet(path: Path) -> list[Rollout]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        hint = "pip install 'tree_compile[parquet]'"
+        raise InputError(f"reading {path} needs the package pyarrow", hint=hint) from error
+    try:
+        with path.open("rb") as raw:
+            file = parquet.ParquetFile(raw)
+            names = [name for name in (*_TOKEN_COLUMNS, "trainable") if name in file.schema_arrow.names]
+            table = file.read(columns=names)
+    except pa.ArrowException as error:
+        raise InputError(f"{path} is not a parquet file: {error}", hint=_PARQUET_FORM) from error
+    if not names or names[0] not in _TOKEN_COLUMNS:
+        raise InputError(f"{path} has no column tokens and none called input_ids", hint=_PARQUET_FORM)
+    if not len(table):
+        raise InputError(f"there are no rollouts in {path}", hint=_PARQUET_FORM)
+    rollouts = [
+        _all_trained(_ids(ids, f"row {row} of column {names[0]} of {path}", _PARQUET_FORM))
+        for row, ids in enumerate(_lists(table[names[0]]))
+    ]
+    if "trainable" not in names:
+        return rollouts
+    return [
+        Rollout(rollout.tokens, _marks(marks, len(rollout.tokens), f"row {row} of column trainable of {path}"))
+        for row, (rollout, marks) in enumerate(zip(rollouts, _lists(table["trainable"]), strict=True))
+    ]
+
+
+def _lists(column: Any) -> Iterable[NDArray[Any]]:
+    """The lists of a column, rows counted from 0. What is no list, or holds nulls, is not of integers."""
+    for scalar in column:
+        values = getattr(scalar, "values", None)
+        yield np.array(None) if values is None else values.to_numpy(zero_copy_only=False)
+
+
+def _all_trained(tokens: NDArray[np.int64]) -> Rollout:
+    return Rollout(tokens, np.ones(len(tokens), np.bool_))
+
+
+def _ids(values: NDArray[Any], what: str, hint: str) -> NDArray[np.int64]:
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise InputError(f"{what} is not a list of integers", hint=hint)
+    if not values.size:
+        raise InputError(f"{what} is empty", hint=hint)
+    if values.min() < 0 or values.max() > np.iinfo(np.int64).max:
+        wrong = values.min() if values.min() < 0 else values.max()
+        raise InputError(f"{what} holds {wrong}, which is negative or does not fit in 64 signed bits", hint=hint)
+    return values.astype(np.int64)
+
+
+def _marks(values: NDArray[Any], tokens: int, what: str) -> NDArray[np.bool_]:
+    if values.shape != (tokens,) or values.dtype.kind not in "biu" or not np.isin(values, (0, 1)).all():
+        raise InputError(f"{what} is not a list of one 0 or 1 per token")
+    return values.astype(np.bool_)

@@ -1,0 +1,79 @@
+"""A file of sequences -> its plan, and the numbers of that plan: what `treecompile pack` shows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tree_compile.rollouts import Tokenizer, read_rollouts
+from tree_compile.runtime.plan import Plan, plan_rows, warm_up
+
+__all__ = ["PackReport", "pack_file"]
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """A plan, and how long it took.
+
+    Attributes:
+        plan: the plan.
+        seconds: the time of planning, without reading the file and without loading what is compiled.
+    """
+
+    plan: Plan
+    seconds: float
+
+    @property
+    def holes(self) -> int:
+        """Tokens for which the rows still have room."""
+        return len(self.plan.rows) * (self.plan.row_tokens or self.plan.packed_tokens) - self.plan.packed_tokens
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of the plan and of every row, as JSON can hold them."""
+        plan = self.plan
+        return {
+            "sequences": plan.sequences,
+            "tokens_in": plan.input_tokens,
+            "tokens_computed": plan.packed_tokens,
+            "tokens_saved": plan.input_tokens - plan.packed_tokens,
+            "token_bound": plan.token_bound,
+            "row_tokens": plan.row_tokens,
+            "row_count": len(plan.rows),
+            "row_bound": plan.row_bound,
+            "holes": self.holes,
+            "plan_milliseconds": round(self.seconds * 1000, 3),
+            "rows": [{"tokens": row.length, "sequences": len(row.members)} for row in plan.rows],
+        }
+
+    def __str__(self) -> str:
+        plan = self.plan
+        saved = plan.input_tokens - plan.packed_tokens
+        lines = [
+            f"rows             {len(plan.rows):,} (at least {plan.row_bound:,})",
+            f"tokens in        {plan.input_tokens:,}",
+            f"tokens computed  {plan.packed_tokens:,} (at least {plan.token_bound:,})",
+            f"tokens saved     {saved:,} ({saved / plan.input_tokens:.1%})",
+            f"holes            {self.holes:,} tokens",
+            f"planned in       {self.seconds * 1000:.1f} ms",
+        ]
+        return "\n".join([*lines, "", plan.render()])
+
+
+def pack_file(path: Path, tokenizer: Tokenizer, **options: Any) -> PackReport:
+    """Plans the rows of a file.
+
+    Args:
+        path: a file that `read_rollouts` reads.
+        tokenizer: what turns messages into ids.
+        options: those of `plan_rows`.
+
+    Raises:
+        InputError: the file is wrong, or a sequence is longer than a row.
+    """
+    sequences = [rollout.tokens for rollout in read_rollouts(path, tokenizer)]
+    warm_up()
+    start = time.perf_counter()
+    plan = plan_rows(sequences, **options)
+    return PackReport(plan, time.perf_counter() - start)

@@ -17,12 +17,12 @@ from tree_compile.runtime.bounds import row_bounds
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END, Layout, lay_out
 from tree_compile.runtime.page import plan_page
 from tree_compile.runtime.render import render_plan
-from tree_compile.runtime.rows import Budget, pack_rows
+from tree_compile.runtime.rows import OBJECTIVES, Budget, pack_rows
 from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenArray, TokenSequence, as_batch
 from tree_compile.runtime.tree import PrefixTree, build_prefix_tree
 from tree_compile.runtime.trie import first_difference
 
-__all__ = ["Plan", "Row", "plan_rows", "warm_up"]
+__all__ = ["Plan", "Row", "check_options", "plan_rows", "warm_up"]
 
 _FORMAT = 1
 _SHARES = ("all", "context")
@@ -166,6 +166,9 @@ class Row:
         ]
         return self._padded(np.concatenate(parts, dtype=np.int64), 0)
 
+    def __repr__(self) -> str:
+        return f"Row({self.length:,} tokens, {len(self.members):,} sequences, {len(self.segments):,} segments)"
+
     def __getstate__(self) -> dict[str, Any]:
         """A row is sent with its own tokens and without the other sequences of the batch."""
         inputs = {} if self.batch is None else {"inputs": self.inputs}
@@ -308,6 +311,12 @@ class Plan:
             raise PlanError(f"{path} is a plan of version {version}, not {_FORMAT}.", hint="plan the sequences anew.")
         return cls(None, tree, layout, row_tokens or None, bool(padded), row_bound, token_bound)
 
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.sequences:,} sequences, {self.input_tokens:,} tokens in, {self.packed_tokens:,} computed, "
+            f"{len(self.rows):,} rows, bound {self.row_bound:,})"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None}
 
@@ -350,14 +359,29 @@ def plan_rows(
         InputError: the sequences are not usable; `as_batch` and `pack_rows` list the cases.
         ValueError: an option has no meaning.
     """
-    if pad_rows and row_tokens is None:
-        raise ValueError("pad_rows=True needs row_tokens: the length to pad to")
+    check_options(row_tokens, min_shared_tokens, objective, pad_rows)
     if share not in _SHARES:
         raise ValueError(f"share is {share!r}; it must be one of {', '.join(map(repr, _SHARES))}")
     batch = as_batch(sequences)
     tree = build_prefix_tree(batch, min_shared_tokens, _limits(batch, trainable) if share == "context" else None)
     packed = pack_rows(tree, row_tokens, objective, Budget(plan_seconds, plan_attempts))
     return Plan(batch, tree, lay_out(tree, packed), row_tokens, pad_rows, *row_bounds(tree, row_tokens))
+
+
+def check_options(row_tokens: int | None, min_shared_tokens: int, objective: str, pad_rows: bool) -> None:
+    """Refuses options of `plan_rows` that have no meaning.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if row_tokens is not None and (row_tokens < 1 or row_tokens % 1):
+        raise ValueError(f"row_tokens is {row_tokens}; it must be a whole number of at least 1, or None")
+    if min_shared_tokens < 1 or min_shared_tokens % 1:
+        raise ValueError(f"min_shared_tokens is {min_shared_tokens}; it must be a whole number of at least 1")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"the objective is {objective!r}; it must be one of {', '.join(map(repr, OBJECTIVES))}")
+    if pad_rows and row_tokens is None:
+        raise ValueError("pad_rows=True needs row_tokens: the length to pad to")
 
 
 def _tree_of(row: Row) -> PrefixTree:

@@ -39,10 +39,7 @@ def pack_rows(
 
     Raises:
         SequenceTooLongError: a sequence has more than `row_tokens` tokens.
-        ValueError: `row_tokens` is below 1, or the objective is unknown.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"the objective is {objective!r}; it must be one of {', '.join(map(repr, OBJECTIVES))}")
     if row_tokens is None:
         return [tree.leaves]
     _check_fits(tree, row_tokens)
@@ -83,8 +80,6 @@ def _members(leaves: Leaves, row_of: IntArray) -> list[IntArray]:
 
 
 def _check_fits(tree: PrefixTree, row_tokens: int) -> None:
-    if row_tokens < 1:
-        raise ValueError(f"row_tokens is {row_tokens}; it must be at least 1")
     too_long = np.flatnonzero(tree.sequence_length > row_tokens)
     if len(too_long):
         first, longest = int(too_long[0]), int(tree.sequence_length.max())

@@ -13,7 +13,7 @@ from tree_compile.calls import check_keywords, check_not_wrapped, check_row, def
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
-from tree_compile.runtime.plan import Plan, Row, plan_rows, warm_up
+from tree_compile.runtime.plan import Plan, Row, check_options, plan_rows, warm_up
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
 from tree_compile.state import State, state_of
@@ -229,8 +229,7 @@ def treecompile(
     check_keywords(forward_kwargs or {})
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, not {backend!r}")
-    if objective not in ("rows", "tokens"):
-        raise ValueError(f"objective must be 'rows' or 'tokens', not {objective!r}")
+    check_options(row_tokens, min_shared_tokens, objective, pad_rows)
     # The first capture takes longer than to load, or once on a machine to compile, the planner.
     threading.Thread(target=warm_up, daemon=True).start()
     return TreeModel(

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from tree_compile.api import TreeModel, treecompile
+from tree_compile.errors import InputError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.rollouts import Rollout
 from tree_compile.runtime.plan import Plan, Row
@@ -135,7 +136,13 @@ class _Loss:
         self._targets = [
             torch.from_numpy(rollout.tokens[1:])[places] for rollout, places in zip(rollouts, self._places, strict=True)
         ]
-        self._tokens = max(1, sum(map(len, self._places)))
+        self._tokens = sum(map(len, self._places))
+        if not self._tokens:
+            raise InputError(
+                "No token of the rollouts is trained on.",
+                why="the demo trains on what the assistant says, and on all of a rollout that is given as tokens.",
+                hint='give some messages the role "assistant".',
+            )
 
     def __call__(self, logits: Tensor, sequence: int) -> Tensor:
         chosen = logits[self._places[sequence]]

@@ -50,6 +50,9 @@ class PerSequence(Sequence[Part], Generic[Part]):
     def __len__(self) -> int:
         return len(self._ids)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(values of {len(self)} sequences: [i], slices, or a loop)"
+
     def __iter__(self) -> Iterator[Part]:
         return (self[sequence] for sequence in self._ids)
 

@@ -166,6 +166,12 @@ def test_strict_prefix_in_two_rows_is_read_from_one():
     assert sum(2 in row.sequence_ids for row in plan.rows) == 1
 
 
+def test_plan_and_row_print_as_their_numbers():
+    plan = plan_rows([[1, 2], [1, 3]], min_shared_tokens=1)
+    assert repr(plan) == "Plan(2 sequences, 4 tokens in, 3 computed, 1 rows, bound 1)"
+    assert repr(plan.rows[0]) == "Row(3 tokens, 2 sequences, 3 segments)"
+
+
 def test_unknown_sequence_is_refused():
     plan = plan_rows([[1, 2], [3, 4]], row_tokens=2)
     other = plan.rows[1 - plan.row_of(0)]
@@ -181,9 +187,19 @@ def test_row_of_an_unknown_sequence_is_refused(sequence):
         plan_rows([[1, 2], [3, 4]]).row_of(sequence)
 
 
-def test_padding_without_a_row_length_is_refused():
-    with pytest.raises(ValueError, match="pad_rows=True needs row_tokens"):
-        plan_rows([[1]], pad_rows=True)
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"pad_rows": True}, "pad_rows=True needs row_tokens"),
+        ({"row_tokens": 0}, "row_tokens is 0"),
+        ({"row_tokens": 1.5}, "row_tokens is 1.5"),
+        ({"min_shared_tokens": 0}, "min_shared_tokens is 0"),
+        ({"objective": "speed"}, "'speed'; it must be one of 'rows', 'tokens'"),
+    ],
+)
+def test_option_without_meaning_is_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        plan_rows([[1]], **options)
 
 
 @pytest.mark.parametrize("row_tokens", [None, 5_100])

@@ -86,16 +86,6 @@ def test_too_long_sequence_error_says_what_would_do():
         pack_rows(tree_of([[1] * 8, [2] * 9, [3] * 10]), 8)
 
 
-def test_unknown_objective_is_refused():
-    with pytest.raises(ValueError, match="'speed'; it must be one of 'rows', 'tokens'"):
-        pack_rows(tree_of([[1]]), None, "speed")
-
-
-def test_row_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="row_tokens is 0"):
-        pack_rows(tree_of([[1]]), 0)
-
-
 def test_equal_additions_go_to_the_fullest_row():
     tree = tree_of([[size] * size for size in (6, 5, 4, 3, 2)])
     assert [tokens_of(tree, row) for row in pack_rows(tree, 10)] == [10, 10]

@@ -12,6 +12,7 @@ from torch import nn
 from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
+from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.runtime.plan import Plan, Row, check_options, plan_rows, warm_up
 from tree_compile.runtime.sequences import Sequences
@@ -193,6 +194,13 @@ class TreeModel(nn.Module):
             del self._programs[key]
 
 
+def _warm_up() -> None:
+    """Loads the planner, which takes a second, or once on a machine compiles it, while the caller goes on."""
+    # torch.export replaces builtins that numba reads.
+    with CAPTURING:
+        warm_up()
+
+
 def treecompile(
     model: nn.Module,
     row_tokens: int | None = None,
@@ -230,8 +238,7 @@ def treecompile(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, not {backend!r}")
     check_options(row_tokens, min_shared_tokens, objective, pad_rows)
-    # The first capture takes longer than to load, or once on a machine to compile, the planner.
-    threading.Thread(target=warm_up, daemon=True).start()
+    threading.Thread(target=_warm_up, daemon=True).start()
     return TreeModel(
         model,
         row_tokens=row_tokens,

@@ -28,7 +28,7 @@ from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.vocabulary import vocabulary_size
 from tree_compile.rehearsal import rehearse
 
-_CAPTURING = threading.RLock()
+CAPTURING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def rewrite_model(
     """
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
-    with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
+    with CAPTURING, torch.inference_mode(False), torch.enable_grad():
         rehearsal = rehearse(model, input_names, keywords)
         with _unless_more_telling(rehearsal.error):
             captured = capture(model, input_names, keywords, rehearsal.example)

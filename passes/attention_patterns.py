@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from tree_compile.passes.nodes import arguments
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
 from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, LengthDependent, Pair, StaticValues, Table
@@ -109,19 +110,15 @@ class AttentionMatch:
 
 def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
     """Reads a `scaled_dot_product_attention` node."""
-    schema = torch.ops.aten.scaled_dot_product_attention.default._schema
-    values: dict[str, Any] = {argument.name: argument.default_value for argument in schema.arguments}
-    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
-    values |= node.kwargs
-    width = shape_of(values["query"])[-1]
-    mask = values["attn_mask"]
+    given = arguments(node)
+    width, mask = shape_of(given["query"])[-1], given["attn_mask"]
     scores = Scores(
-        scale=float(values["scale"]) if values["scale"] is not None else width**-0.5,
-        causal=bool(values["is_causal"]),
+        scale=float(given["scale"]) if given["scale"] is not None else width**-0.5,
+        causal=bool(given["is_causal"]),
         masks=() if mask is None else _static_masks(mask, statics),
     )
-    query, key, value = (_plain(values[name]) for name in ("query", "key", "value"))
-    return AttentionMatch(node, query, key, value, scores, _identity(node), float(values["dropout_p"]))
+    query, key, value = (_plain(given[name]) for name in ("query", "key", "value"))
+    return AttentionMatch(node, query, key, value, scores, _identity(node), float(given["dropout_p"]))
 
 
 def _plain(node: fx.Node) -> Operand:
@@ -269,15 +266,16 @@ def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:
 
 
 def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
-    first, second = node.args[:2]
-    if node.kwargs.get("alpha", 1) != 1:
+    given = arguments(node)
+    first, second = given["self"], given["other"]
+    if given["alpha"] != 1:
         raise NoMatch("a scaled addition to the scores is not known")
     if not isinstance(second, fx.Node):
-        return first, _moved_by_a_constant(reading)  # type: ignore[return-value]
+        return first, _moved_by_a_constant(reading)
     bias, rest = (second, first) if second in statics.nodes else (first, second)
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are scaled after a bias was added")
-    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))  # type: ignore[arg-type,return-value]
+    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))
 
 
 def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValues) -> Scores:
@@ -311,28 +309,29 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
 
 
 def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
-    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-1, len(shape_of(node)) - 1):
+    given = arguments(node)
+    parts, dim = given["tensors"], given["dim"]
+    if len(parts) != 2 or dim not in (-1, len(shape_of(node)) - 1):
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
     scores, sinks = parts
     source: Any = sinks
     while source.op == "call_function" and source.target in (*_SAME_VALUES, aten.expand.default):
         source = source.args[0]
-    heads = math.prod(shape_of(sinks)[:-2])  # type: ignore[arg-type]
-    if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):  # type: ignore[arg-type]
+    heads = math.prod(shape_of(sinks)[:-2])
+    if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
     if reading.factor_after != 1.0 or reading.bound is not None:
         raise NoMatch("sinks are scaled")
-    return scores, replace(reading, scores=replace(reading.scores, sinks=source))  # type: ignore[return-value]
+    return scores, replace(reading, scores=replace(reading.scores, sinks=source))
 
 
 def _read_baddbmm(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
-    bias, left, right = node.args[:3]
-    beta, alpha = float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+    given = arguments(node)
+    beta, alpha = float(given["beta"]), float(given["alpha"])
     if reading.bound is not None or reading.factor_after != 1.0:
         raise NoMatch("its scores are scaled after a bias was added")
-    scores = _with_bias(reading.scores, bias, beta, statics) if beta else reading.scores  # type: ignore[arg-type]
-    return replace(scores, scale=alpha), _plain(left), _transposed(right)  # type: ignore[arg-type]
+    scores = _with_bias(reading.scores, given["self"], beta, statics) if beta else reading.scores
+    return replace(scores, scale=alpha), _plain(given["batch1"]), _transposed(given["batch2"])
 
 
 def _keeps_pairs(node: fx.Node) -> bool:
@@ -370,7 +369,7 @@ def _is_maximum_over_keys(node: Any, scores: fx.Node) -> bool:
         return False
     if source.args[0] is not scores or (source is not node and node.args[1] != 0) or shape_of(node)[-1:] != (1,):
         return False
-    dims = source.args[1] if len(source.args) > 1 else []
+    dims = arguments(source)["dim"]
     last = len(shape_of(scores)) - 1
     return any(dim in (-1, last) for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
@@ -442,7 +441,8 @@ def _follow_weights(softmax: fx.Node, has_sinks: bool) -> tuple[float, fx.Node]:
             raise NoMatch("its weights are used for something else than the values")
         user = users[0]
         if user.target is aten.dropout.default:
-            dropout = max(dropout, float(user.args[1]) if user.args[2] else 0.0)  # type: ignore[arg-type]
+            given = arguments(user)
+            dropout = max(dropout, float(given["p"]) if given["train"] else 0.0)
         elif user.target is aten.slice.Tensor and has_sinks and _drops_sink(user):
             has_sinks = False
         elif not _keeps_pairs(user):
@@ -453,9 +453,9 @@ def _follow_weights(softmax: fx.Node, has_sinks: bool) -> tuple[float, fx.Node]:
 
 
 def _drops_sink(node: fx.Node) -> bool:
-    before, after = shape_of(node.args[0])[-1], shape_of(node)[-1]  # type: ignore[arg-type]
-    start = node.args[2] if len(node.args) > 2 else 0
-    return start in (0, None) and size_expression(before) - size_expression(after) == 1
+    given = arguments(node)
+    before, after = shape_of(given["self"])[-1], shape_of(node)[-1]
+    return given["start"] in (0, None) and size_expression(before) - size_expression(after) == 1
 
 
 def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:

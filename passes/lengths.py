@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from tree_compile.passes.nodes import arguments
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor
 
 
@@ -64,20 +65,20 @@ def _factors(node: Any, symbol: sympy.Symbol) -> list[int]:
 
 
 def _range_from_a_constant(node: fx.Node, _symbol: sympy.Symbol) -> bool:
-    starts = node.args[: min(len(node.args) - 1, 1)]
-    return not any(is_size(number) for number in (*starts, *node.args[2:]))
+    given = arguments(node)
+    return not any(is_size(given.get(name)) for name in ("start", "step"))
 
 
 def _part_from_the_front(node: fx.Node, _symbol: sympy.Symbol) -> bool:
-    start: Any
-    end: Any
-    start, end, *step = (*node.args, *(None, 0, 0, None)[len(node.args) :])[2:]
+    given = arguments(node)
+    start, end = given["start"], given.get("end")
     is_from_the_front = start is None or (isinstance(start, int) and start >= 0)
-    return is_from_the_front and not (isinstance(end, int) and end < 0) and not any(is_size(number) for number in step)
+    return is_from_the_front and not (isinstance(end, int) and end < 0) and not is_size(given.get("step"))
 
 
 def _one_from_the_front(node: fx.Node, _symbol: sympy.Symbol) -> bool:
-    return isinstance(node.args[2], int) and node.args[2] >= 0
+    index = arguments(node)["index"]
+    return isinstance(index, int) and index >= 0
 
 
 def _rows_by_number(node: fx.Node, symbol: sympy.Symbol) -> bool:
@@ -102,8 +103,7 @@ def _adds_a_count(node: fx.Node) -> bool:
 
 
 def _joined(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    dim: Any = node.args[1] if len(node.args) > 1 else 0
-    return _factors(node, symbol)[dim] == 0
+    return _factors(node, symbol)[arguments(node)["dim"]] == 0
 
 
 def _taken_apart(node: fx.Node, symbol: sympy.Symbol) -> bool:
@@ -111,8 +111,7 @@ def _taken_apart(node: fx.Node, symbol: sympy.Symbol) -> bool:
     source: Any = node.args[0]
     if _name(source) not in _PARTS or any(is_size(argument) for argument in source.args):
         return False
-    dim: Any = source.args[-1] if len(source.args) > (1 if _name(source) == "unbind" else 2) else 0
-    return _factors(source.args[0], symbol)[dim] == 0
+    return _factors(source.args[0], symbol)[arguments(source)["dim"]] == 0
 
 
 def _product(node: fx.Node, symbol: sympy.Symbol) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 
 from tree_compile.errors import LengthDependentError
 from tree_compile.guards import LengthLimit
+from tree_compile.passes.nodes import arguments
 from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
 from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
@@ -86,17 +87,17 @@ class RewritePositions:
 
 def _takes_first_rows(node: fx.Node, symbol: sympy.Symbol) -> bool:
     """Whether `node` takes the first T of more rows, such as learned embeddings of positions."""
-    source: Any
-    dim: Any
-    source, dim, start, _, step = (*node.args, *(None, 0, 0, None, 1)[len(node.args) :])[:5]
-    if node.target not in (aten.slice.Tensor, aten.narrow.default) or start not in (0, None) or step != 1:
+    if node.target not in (aten.slice.Tensor, aten.narrow.default):
         return False
-    rows, taken = shape_of(source)[dim], shape_of(node)[dim]
+    given = arguments(node)
+    if given["start"] not in (0, None) or given.get("step", 1) != 1:
+        return False
+    rows, taken = shape_of(given["self"])[given["dim"]], shape_of(node)[given["dim"]]
     return isinstance(rows, int) and size_expression(taken) == symbol
 
 
 def _rows_at_positions(graph: fx.Graph, node: fx.Node) -> Finding:
-    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    source, dim = node.args[0], arguments(node)["dim"]
     with graph.inserting_before(node):
         taken = call(graph, aten.index_select.default, (source, dim, plan_input(graph, "plan_position")), node.meta)
     node.replace_all_uses_with(taken)

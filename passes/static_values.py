@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tree_compile.passes.lengths import that_may_change
+from tree_compile.passes.nodes import arguments
 from tree_compile.passes.random import draws
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
@@ -236,8 +237,8 @@ def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
         return False
     if before.count(1) != 1 or after.count(1) != 1:
         return False
-    cut: Any = node.args[1]
-    return node.target is torch.ops.aten.unsqueeze.default or cut % len(before) != before.index(1)
+    is_unsqueezed = node.target is torch.ops.aten.unsqueeze.default
+    return is_unsqueezed or arguments(node)["dim"] % len(before) != before.index(1)
 
 
 def _is_size_of_input(node: fx.Node) -> bool:

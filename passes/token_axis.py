@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
+from tree_compile.passes.nodes import arguments
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
@@ -69,7 +70,7 @@ def _per_token(node: fx.Node, symbol: sympy.Symbol) -> Value:
 
 def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:
     rule = rule_of(node.target)
-    step = Step(node, known, symbol, _arguments(node))
+    step = Step(node, known, symbol, arguments(node))
     try:
         if rule is None:
             return _without_tokens(step)
@@ -96,15 +97,6 @@ def _without_tokens(step: Step) -> Result:
 
 def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return dict(node.kwargs)
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
-    return values | dict(node.kwargs)
 
 
 def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:

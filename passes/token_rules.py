@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -51,7 +51,7 @@ class Step:
     node: fx.Node
     known: Mapping[fx.Node, Result]
     symbol: sympy.Symbol
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -172,7 +172,7 @@ for _operator in _operators(
 
 @_rule("to _to_copy clone contiguous alias detach lift_fresh_copy float half double")
 def _same(step: Step) -> Value:
-    known = step.raw(step.node.args[0])
+    known = step.raw(step["self"])
     if known.content is not None and step.node.meta["val"].dtype not in _HOLDS_ROW_NUMBERS:
         return step.value("self")
     return known
@@ -184,19 +184,19 @@ _HOLDS_ROW_NUMBERS = {torch.int32, torch.int64, torch.float32, torch.float64}
 @_rule("floor_divide div.Tensor_mode div.Scalar_mode")
 def _floor_divide(step: Step) -> Value:
     """The row number of an entry, divided by the entries per token, is the number of its token."""
-    known, divisor = step.raw(step.node.args[0]), step.node.args[1]
+    known = step.raw(step["self"])
     content = known.content
     if not isinstance(content, RowNumber):
         return elementwise(step)
-    if step.node.kwargs.get("rounding_mode", "floor") == "floor" and content.axis.right == divisor:
+    if step.arguments.get("rounding_mode", "floor") == "floor" and content.axis.right == step["other"]:
         return Value(known.axes, RowNumber(Axis(content.axis.left, 1)))
     raise Mixes("it divides row numbers by something else than the number of entries per token")
 
 
 @_rule("remainder.Scalar fmod.Scalar")
 def _remainder(step: Step) -> Value:
-    known = step.raw(step.node.args[0])
-    if isinstance(known.content, RowNumber) and known.content.axis.right == step.node.args[1]:
+    known = step.raw(step["self"])
+    if isinstance(known.content, RowNumber) and known.content.axis.right == step["other"]:
         return known.without_content()
     return elementwise(step)
 
@@ -329,7 +329,7 @@ def _require_no_tokens(step: Step, *names: str) -> None:
 
 @_rule("transpose.int swapaxes swapdims.default")
 def _transpose(step: Step) -> Value:
-    known = step.raw(step.node.args[0])
+    known = step.raw(step["self"])
     first, second = (step.dim(dim, len(known.axes)) for dim in step.node.args[1:3])
     axes = list(known.axes)
     axes[first], axes[second] = axes[second], axes[first]
@@ -338,7 +338,7 @@ def _transpose(step: Step) -> Value:
 
 @_rule("t numpy_T mT matrix_H")
 def _reverse_two(step: Step) -> Value:
-    known = step.raw(step.node.args[0])
+    known = step.raw(step["self"])
     return Value((*known.axes[:-2], *known.axes[-2:][::-1]), known.content)
 
 
@@ -373,9 +373,8 @@ def _unsqueeze(step: Step) -> Value:
 
 @_rule("squeeze")
 def _squeeze(step: Step) -> Value:
-    known, shape = step.raw(step.node.args[0]), shape_of(step.node.args[0])  # type: ignore[arg-type]
-    dims = step.node.args[1] if len(step.node.args) > 1 else None
-    chosen = _dims_along(step, dims, len(shape))
+    known, shape = step.raw(step["self"]), shape_of(step["self"])
+    chosen = _dims_along(step, step.arguments.get("dim"), len(shape))
     kept = [dim for dim, size in enumerate(shape) if dim not in chosen or size_expression(size) != 1]
     return Value(tuple(known.axes[dim] for dim in kept), known.content)
 
@@ -386,15 +385,15 @@ def _squeeze(step: Step) -> Value:
 )
 def _view(step: Step) -> Value:
     """Sizes are taken apart into factors, in order, and put together again; T must stay whole."""
-    known = step.raw(step.node.args[0])
+    known = step.raw(step["self"])
     if any(axis is not None and isinstance(axis.order, Chosen) for axis in known.axes):
         return _view_of_chosen(step, known)
     factors = step.out_factors()
-    source = shape_of(step.node.args[0])  # type: ignore[arg-type]
+    source = shape_of(step["self"])
     sizes = [int(size) for size, axis in zip(source, known.axes, strict=True) if axis is None]
     if all(axis is None or axis == BLANK for axis in known.axes) and math.prod(sizes) == 1:
         return Value(tuple(BLANK if factor else None for factor in factors), known.content)
-    atoms = _Atoms.of(step, step.node.args[0], known)
+    atoms = _Atoms.of(step, step["self"], known)
     axes = tuple(atoms.take(size, factor) for size, factor in zip(shape_of(step.node), factors, strict=True))
     content = known.content
     if isinstance(content, RowNumber) and axes != known.axes and len([axis for axis in axes if axis]) != 1:
@@ -404,7 +403,7 @@ def _view(step: Step) -> Value:
 
 def _view_of_chosen(step: Step, known: Value) -> Value:
     """What a mask chose keeps its entries as the first dimension."""
-    before, after = shape_of(step.node.args[0])[0], shape_of(step.node)[0]  # type: ignore[arg-type]
+    before, after = shape_of(step["self"])[0], shape_of(step.node)[0]
     if size_expression(before) != size_expression(after) or any(axis is not None for axis in known.axes[1:]):
         raise Mixes(_SPLIT)
     return Value((known.axes[0], *(None for _ in shape_of(step.node)[1:])), known.content)
@@ -486,7 +485,7 @@ def _view_as_real(step: Step) -> Value:
 
 @_rule("expand.default broadcast_to.default expand_as.default")
 def _expand(step: Step) -> Value:
-    known = step.raw(step.node.args[0])
+    known = step.raw(step["self"])
     factors = step.out_factors()
     padded = (None,) * (len(factors) - len(known.axes)) + known.axes
     return Value(tuple(axis or (BLANK if f else None) for axis, f in zip(padded, factors, strict=True)), known.content)
@@ -497,7 +496,7 @@ def _repeat(step: Step) -> Value:
     known = step.value("self")
     times = list(step.node.args[1])  # type: ignore[arg-type]
     padded = (None,) * (len(times) - len(known.axes)) + known.axes
-    sizes = (1,) * (len(times) - len(known.axes)) + shape_of(step.node.args[0])  # type: ignore[arg-type]
+    sizes = (1,) * (len(times) - len(known.axes)) + shape_of(step["self"])
     return Value(tuple(_tiled(*each) for each in zip(padded, sizes, times, strict=True)))
 
 
@@ -532,9 +531,9 @@ def _repeat_interleave(step: Step) -> Value:
 
 @_rule("slice.Tensor narrow.default")
 def _slice(step: Step) -> Value:
-    known, dim = step.raw(step.node.args[0]), step["dim"]
-    place = step.dim(dim, len(known.axes))
-    before, after = shape_of(step.node.args[0])[place], shape_of(step.node)[place]  # type: ignore[arg-type]
+    known = step.raw(step["self"])
+    place = step.dim(step["dim"], len(known.axes))
+    before, after = shape_of(step["self"])[place], shape_of(step.node)[place]
     if known.axes[place] is not None and size_expression(before) != size_expression(after):
         raise Mixes("it cuts or shifts the tokens")
     if known.axes[place] is None and step.factor(after):
@@ -799,21 +798,12 @@ _CUMSUM = _along("accumulates")
 @_rule("_grouped_mm.default")
 def grouped_product(step: Step) -> Value:
     """Rows sorted by expert, times the weight of their expert: the groups must end where the sort says."""
-    left, offsets = step.plain(step.node.args[0]), step.raw(_third(step))
-    _require_plain_node(step, step.node.args[1])
+    left, offsets = step.plain(step.node.args[0]), step.raw(step["offs"])
+    _require_no_tokens(step, "mat2", "weight", "bias")
     order = left.axes[0].order if left.axes[0] is not None else None
     if not isinstance(order, fx.Node) or offsets.content != Offsets(order):
         raise Mixes("its groups of rows are not those of the sort that put the rows in order")
     return Value((left.axes[0], None))
-
-
-def _third(step: Step) -> Any:
-    return step.node.args[2] if len(step.node.args) > 2 else step.node.kwargs["offs"]
-
-
-def _require_plain_node(step: Step, node: Any) -> None:
-    if step.raw(node).has_tokens:
-        raise Mixes("its weight depends on the tokens")
 
 
 @_rule("index.Tensor")
@@ -967,19 +957,17 @@ def _index_add(step: Step) -> Value:
 
 @_rule("gather.default")
 def _gather(step: Step) -> Value:
-    return _within_rows(step, step.node.args[2], step.node.args[1], "takes", [])
+    return _within_rows(step, "takes", [])
 
 
 @_rule("scatter scatter_add scatter_reduce")
 def _scatter(step: Step) -> Value:
-    source = step.node.args[3]
-    return _within_rows(step, step.node.args[1], step.node.args[2], "writes", [source])
+    return _within_rows(step, "writes", [step["src"] if "src" in step.arguments else step["value"]])
 
 
-def _within_rows(step: Step, first: Any, second: Any, what: str, others: list[Any]) -> Value:
-    dim, index = (first, second) if isinstance(first, int) else (second, first)
-    known, numbers = step.value("self"), step.plain(index)
-    place = step.dim(dim, len(known.axes))
+def _within_rows(step: Step, what: str, others: list[Any]) -> Value:
+    known, numbers = step.value("self"), step.value("index")
+    place = step.dim(step["dim"], len(known.axes))
     values = [step.plain(other) for other in others]
     if known.axes[place] is not None or any(axes.axes[place] is not None for axes in (numbers, *values) if axes.axes):
         raise Mixes(f"it {what} rows by numbers that may belong to other tokens")

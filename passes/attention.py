@@ -30,9 +30,9 @@ from tree_compile.passes.attention_patterns import (
     match_sdpa,
     match_softmax,
 )
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility, pair_form, split_mask
 from tree_compile.passes.plan_inputs import RowTables, plan_input
-from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
@@ -57,7 +57,7 @@ class RewriteAttention:
     tables: RowTables
     name: str = field(default="attention", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         symbol = token_symbol(graph_module.graph)
         findings = []
         read = functools.cache(self._read)  # the layers of a model share few masks
@@ -66,7 +66,7 @@ class RewriteAttention:
                 findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), read))
             elif node.op == "call_function" and is_score_softmax(node, symbol):
                 findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), read))
-        return PassReport(self.name, tuple(findings))
+        return tuple(findings)
 
     def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
         try:
@@ -86,7 +86,7 @@ class RewriteAttention:
         match.output.replace_all_uses_with(replacement)
         graph.erase_node(match.output)
         became = _description(match.scores, form)
-        return Finding(match.output.name, "attention", became, source_line(match.output), module_path(match.output))
+        return Finding("attention", became, source_line(match.output), module_path(match.output))
 
     # What is visible
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from tree_compile.errors import TokenMixingError
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments
-from tree_compile.passes.report import PassReport
 from tree_compile.passes.source import source_line
 
 
@@ -18,7 +18,7 @@ class RefuseBatchNorm:
 
     name: str = field(default="batch norm", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         for node in graph_module.graph.nodes:
             if "batch_norm" in str(node.target) and node.op == "call_function" and arguments(node).get("training"):
                 raise TokenMixingError(
@@ -27,4 +27,4 @@ class RefuseBatchNorm:
                     why="its statistics would count a shared token once, and mix all sequences of a row.",
                     hint="use LayerNorm or RMSNorm, or put the BatchNorm modules into eval mode.",
                 )
-        return PassReport(self.name, ())
+        return ()

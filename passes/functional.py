@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch._C._functorch import is_batchedtensor
 
 from tree_compile.errors import LengthDependentError, TokenMixingError
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.random import draws
-from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import call, size_expression
 from tree_compile.passes.source import source_line
 
@@ -40,7 +40,7 @@ class Functionalize:
 
     name: str = field(default="functional", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         graph = graph_module.graph
         for node in list(graph.nodes):
             if node.op == "call_function" and _operator_name(node) in _ASSERTS:
@@ -53,7 +53,7 @@ class Functionalize:
             if node.target is torch.ops.aten.type_as.default:
                 # The other tensor gives its dtype alone; its values are of no use.
                 node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.meta["val"].dtype)
-        return PassReport(self.name, ())
+        return ()
 
 
 def _operator_name(node: fx.Node) -> str:

@@ -11,9 +11,9 @@ from torch import fx
 
 from tree_compile.errors import LengthDependentError
 from tree_compile.guards import LengthLimit
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
-from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Fill, LengthDependent, StaticValues, Table
@@ -46,7 +46,7 @@ class RewritePositions:
     tables: RowTables
     name: str = field(default="positions", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         findings = []
         for node, kind in self.statics.kinds.items():
             users = [user for user in node.users if user not in self.statics.nodes and not _is_row_number(node, user)]
@@ -65,7 +65,7 @@ class RewritePositions:
             if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_first_rows(node, symbol)
         ]
         findings += [_rows_at_positions(graph_module.graph, node) for node in first_rows]
-        return PassReport(self.name, tuple(findings))
+        return tuple(findings)
 
     def _gather(self, node: fx.Node, kind: Table, users: list[fx.Node]) -> Finding:
         if kind.first is not None:
@@ -74,7 +74,7 @@ class RewritePositions:
             gathered, became = self.tables.at_positions(node, kind.dim), "gathered at the position of every token"
         for user in users:
             user.replace_input_with(node, gathered)
-        return Finding(node.name, "position table", became, source_line(node), module_path(node))
+        return Finding("position table", became, source_line(node), module_path(node))
 
     def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
         """A buffer that says the same for all tokens may be shorter than a row; it is long enough for a sequence."""
@@ -102,7 +102,7 @@ def _rows_at_positions(graph: fx.Graph, node: fx.Node) -> Finding:
         taken = call(graph, aten.index_select.default, (source, dim, plan_input(graph, "plan_position")), node.meta)
     node.replace_all_uses_with(taken)
     became = "the row of every token's position"
-    return Finding(node.name, "position table", became, source_line(node), module_path(node))
+    return Finding("position table", became, source_line(node), module_path(node))
 
 
 def _comes_from_a_buffer(node: fx.Node) -> bool:

@@ -18,9 +18,9 @@ from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.plan_inputs import OUTSIDE
-from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
 from tree_compile.passes.source import source_line
 from tree_compile.passes.token_rules import RULES, TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
@@ -38,7 +38,7 @@ class ProveTokenAxis:
 
     name: str = field(default="token axis", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         symbol = token_symbol(graph_module.graph)
         known: dict[fx.Node, Result] = {}
         for node in graph_module.graph.nodes:
@@ -46,7 +46,7 @@ class ProveTokenAxis:
                 _require_per_token(node, known)
             elif not is_size(node):
                 known[node] = _result(node, known, symbol)
-        return PassReport(self.name, ())
+        return ()
 
 
 def _result(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:

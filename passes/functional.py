@@ -12,6 +12,7 @@ from torch._C._functorch import is_batchedtensor
 
 from tree_compile.errors import LengthDependentError, TokenMixingError
 from tree_compile.passes.finding import Finding
+from tree_compile.passes.nodes import ancestors
 from tree_compile.passes.random import draws
 from tree_compile.passes.shapes import call, size_expression
 from tree_compile.passes.source import source_line
@@ -146,16 +147,13 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
 
 def _comes_from_length(arguments: Any) -> bool:
     """Whether the arguments are made from the number of tokens, and not from the tokens themselves."""
-    seen: set[fx.Node] = set()
-    stack = [argument for argument in arguments if isinstance(argument, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            return False
-        if node not in seen and node.target is not torch.ops.aten.sym_size.int:
-            stack.extend(node.all_input_nodes)
-        seen.add(node)
-    return any(node.target is torch.ops.aten.sym_size.int for node in seen)
+    nodes = [argument for argument in arguments if isinstance(argument, fx.Node)]
+    found = ancestors(nodes, ends=_is_size)
+    return any(_is_size(node) for node in found) and all(node.op != "placeholder" for node in found)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int
 
 
 def _written(node: fx.Node) -> fx.Node:

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from tree_compile.passes.nodes import arguments
+from tree_compile.passes.nodes import ancestors, arguments
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor
 
 
@@ -88,13 +88,9 @@ def _rows_by_number(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 
 def _counts_up(node: fx.Node) -> bool:
-    stack, seen = [node], {node}
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return all(node.op == "placeholder" or _name(node) in _COUNT or _adds_a_count(node) for node in seen)
+    return all(
+        source.op == "placeholder" or _name(source) in _COUNT or _adds_a_count(source) for source in ancestors([node])
+    )
 
 
 def _adds_a_count(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -18,3 +19,15 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     values = {argument.name: argument.default_value for argument in schema.arguments}
     values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
     return values | dict(node.kwargs)
+
+
+def ancestors(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """The nodes and all that they are made from; of those that `ends` is true for, themselves alone."""
+    seen = set(nodes)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        sources = set() if ends(node) else {source for source in node.all_input_nodes if source not in seen}
+        seen |= sources
+        stack += sources
+    return seen

@@ -12,7 +12,7 @@ from torch import fx
 from tree_compile.errors import LengthDependentError
 from tree_compile.guards import LengthLimit
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.nodes import arguments
+from tree_compile.passes.nodes import ancestors, arguments
 from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
@@ -56,7 +56,7 @@ class RewritePositions:
                 raise _length_dependent(node, kind)
             if isinstance(kind, Table):
                 findings.append(self._gather(node, kind, users))
-            elif isinstance(kind, Fill) and _comes_from_a_buffer(node):
+            elif isinstance(kind, Fill) and any(source.op == "get_attr" for source in ancestors([node])):
                 self._gather_fill(node, users)
         symbol = token_symbol(graph_module.graph)
         first_rows = [
@@ -103,10 +103,6 @@ def _rows_at_positions(graph: fx.Graph, node: fx.Node) -> Finding:
     node.replace_all_uses_with(taken)
     became = "the row of every token's position"
     return Finding("position table", became, source_line(node), module_path(node))
-
-
-def _comes_from_a_buffer(node: fx.Node) -> bool:
-    return any(source.op == "get_attr" or _comes_from_a_buffer(source) for source in node.all_input_nodes)
 
 
 def _is_row_number(node: fx.Node, user: fx.Node) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tree_compile.passes.lengths import that_may_change
-from tree_compile.passes.nodes import arguments
+from tree_compile.passes.nodes import ancestors, arguments
 from tree_compile.passes.random import draws
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
@@ -128,7 +128,7 @@ def find_static_values(
     proved: list[int] = []
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
         samples, tokens = _samples(graph_module, nodes, group, greatest, longest, reach)
-        settled = group is wide and tokens == GREATEST_PAIR and _is_plain(graph_module, _ancestors(group))
+        settled = group is wide and tokens == GREATEST_PAIR and _is_plain(graph_module, ancestors(group))
         if group and tokens != longest and not settled:
             proved.append(tokens)
         for node in group:
@@ -169,7 +169,7 @@ def evaluate(
 ) -> dict[fx.Node, Any]:
     """Values of the static nodes `wanted` at T = `tokens`."""
     wanted = set(wanted)
-    needed = _ancestors(wanted)
+    needed = ancestors(wanted)
     remaining = {node: sum(user in needed for user in node.users) for node in needed}
     values: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
@@ -191,16 +191,6 @@ def _value(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node,
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
-    seen, stack = set(nodes), list(nodes)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return seen
 
 
 def _frontier(graph: fx.Graph, static: set[fx.Node]) -> set[fx.Node]:
@@ -286,7 +276,7 @@ def _samples(
 ) -> tuple[dict[fx.Node, dict[int, Tensor]], int]:
     """The values of every wanted node, by number of tokens; and the T up to which there are values."""
     samples: dict[fx.Node, dict[int, Tensor]] = {node: {} for node in wanted}
-    constants = _constants(graph_module, _ancestors(wanted))
+    constants = _constants(graph_module, ancestors(wanted))
     done = 0
     for tokens in _probe_sizes(constants, min(greatest, longest or greatest), reach) if wanted else ():
         values = _evaluate_if_possible(graph_module, nodes, wanted, tokens)

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._C._functorch import is_batchedtensor
 
 from tree_compile.errors import LengthDependentError, TokenMixingError
+from tree_compile.passes.draws import draws
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import ancestors
-from tree_compile.passes.random import draws
 from tree_compile.passes.shapes import call, size_expression
 from tree_compile.passes.source import source_line
 

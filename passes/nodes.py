@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -31,3 +32,8 @@ def ancestors(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda
         seen |= sources
         stack += sources
     return seen
+
+
+def is_number_of_tokens(node: fx.Node) -> bool:
+    """Whether the node is T, read off an input of the graph."""
+    return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.passes.draws import draws
 from tree_compile.passes.lengths import that_may_change
-from tree_compile.passes.nodes import ancestors, arguments
-from tree_compile.passes.random import draws
+from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
 GREATEST_PAIR = 8_200
@@ -154,7 +154,7 @@ def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
         if node.op == "get_attr":
             is_static = not isinstance(attrgetter(str(node.target))(graph_module), nn.Parameter)
         elif node.op == "call_function":
-            is_static = _is_size_of_input(node) or (
+            is_static = is_number_of_tokens(node) or (
                 all(source in static for source in node.all_input_nodes) and not draws(node)
             )
         else:
@@ -186,7 +186,7 @@ def evaluate(
 def _value(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any], tokens: int) -> Any:
     if node.op == "get_attr":
         return attrgetter(str(node.target))(graph_module)
-    if _is_size_of_input(node):
+    if is_number_of_tokens(node):
         return tokens
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
     with torch.no_grad():
@@ -229,10 +229,6 @@ def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
         return False
     is_unsqueezed = node.target is torch.ops.aten.unsqueeze.default
     return is_unsqueezed or arguments(node)["dim"] % len(before) != before.index(1)
-
-
-def _is_size_of_input(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 # Probing

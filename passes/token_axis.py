@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
+from tree_compile.passes.draws import draws
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.plan_inputs import OUTSIDE
@@ -87,16 +87,12 @@ def _without_tokens(step: Step) -> Result:
     values = results if isinstance(results, (tuple, list)) else (results,)
     sees_tokens = any(step.raw(node).has_tokens for node in step.inputs())
     makes_tokens = any(step.factor(size) for value in values if isinstance(value, Tensor) for size in value.shape)
-    if sees_tokens or makes_tokens or _is_random(step.node):
+    if sees_tokens or makes_tokens or draws(step.node):
         raise _unknown(step.node)
     if any(is_size(source) for source in step.node.all_input_nodes):
         raise Mixes(USES_LENGTH)
     shaped = tuple(Value((None,) * value.dim()) for value in values if isinstance(value, Tensor))
     return shaped if isinstance(results, (tuple, list)) else shaped[0]
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:

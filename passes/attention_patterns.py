@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from tree_compile.passes.nodes import arguments
+from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
 from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, LengthDependent, Pair, StaticValues, Table
@@ -220,7 +220,7 @@ def _require_one_use(scores: Any, below: fx.Node) -> None:
     """Scores are gone once the attention is rewritten, so nothing else may read them, apart from their maximum."""
     for user in scores.users if isinstance(scores, fx.Node) else ():
         if user is not below and user.target not in (aten.amax.default, aten.max.dim) and is_tensor(user):
-            raise NoMatch(f"its scores are used by {_name(user)} as well, and not for the weights alone")
+            raise NoMatch(f"its scores are used by {shown_name(user)} as well, and not for the weights alone")
 
 
 def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
@@ -244,7 +244,7 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return _read_fill(node, reading, statics)
     if target is aten.cat.default and reading.scores.sinks is None:
         return _read_sinks(node, reading)
-    raise NoMatch(f"the step {_name(node)} between the product of queries and keys and the softmax is not known")
+    raise NoMatch(f"the step {shown_name(node)} between the product of queries and keys and the softmax is not known")
 
 
 def _scaled(node: fx.Node, reading: _Reading, statics: StaticValues) -> _Reading | None:
@@ -374,10 +374,6 @@ def _is_maximum_over_keys(node: Any, scores: fx.Node) -> bool:
     return any(dim in (-1, last) for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
 # Products
 
 
@@ -463,7 +459,7 @@ def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, 
         return _plain(output.args[1]), _identity(output)  # type: ignore[arg-type]
     if output.target is aten.einsum.default:
         return _einsum_value(output, weights)
-    raise NoMatch(f"its weights go into {_name(output)}, not into a product with values")
+    raise NoMatch(f"its weights go into {shown_name(output)}, not into a product with values")
 
 
 def _einsum_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from torch._C._functorch import is_batchedtensor
 from tree_compile.errors import LengthDependentError, TokenMixingError
 from tree_compile.passes.draws import draws
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.nodes import ancestors
+from tree_compile.passes.nodes import ancestors, operator_name, shown_name
 from tree_compile.passes.shapes import call, size_expression
 from tree_compile.passes.source import source_line
 
@@ -44,7 +44,7 @@ class Functionalize:
     def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         graph = graph_module.graph
         for node in list(graph.nodes):
-            if node.op == "call_function" and _operator_name(node) in _ASSERTS:
+            if node.op == "call_function" and operator_name(node) in _ASSERTS:
                 graph.erase_node(node)
         memory = _Memory(graph)
         for node in list(graph.nodes):
@@ -55,10 +55,6 @@ class Functionalize:
                 # The other tensor gives its dtype alone; its values are of no use.
                 node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.meta["val"].dtype)
         return ()
-
-
-def _operator_name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
 
 
 def writes(node: fx.Node) -> bool:
@@ -236,7 +232,7 @@ def _length_dependent(node: fx.Node) -> LengthDependentError:
 
 def _refusal(node: fx.Node, why: str) -> TokenMixingError:
     return TokenMixingError(
-        f"The operation {_operator_name(node)} cannot be followed.",
+        f"The operation {shown_name(node)} cannot be followed.",
         where=source_line(node),
         why=why + ".",
         hint="write it without in-place operations.",

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from tree_compile.passes.nodes import ancestors, arguments
+from tree_compile.passes.nodes import ancestors, arguments, operator_name
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor
 
 
@@ -46,7 +46,7 @@ def that_may_change(graph: fx.Graph, static: Iterable[fx.Node], symbol: sympy.Sy
 
 
 def _keeps_prefixes(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    name = _name(node)
+    name = operator_name(node)
     if any(factor not in (0, 1) for factor in _factors(node, symbol)):
         return False
     if name in _RULES:
@@ -54,10 +54,6 @@ def _keeps_prefixes(node: fx.Node, symbol: sympy.Symbol) -> bool:
     if any(is_size(argument) for argument in (*node.args, *node.kwargs.values())):
         return False
     return name in _KEEP_PREFIXES or torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
 
 
 def _factors(node: Any, symbol: sympy.Symbol) -> list[int]:
@@ -89,12 +85,13 @@ def _rows_by_number(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 def _counts_up(node: fx.Node) -> bool:
     return all(
-        source.op == "placeholder" or _name(source) in _COUNT or _adds_a_count(source) for source in ancestors([node])
+        source.op == "placeholder" or operator_name(source) in _COUNT or _adds_a_count(source)
+        for source in ancestors([node])
     )
 
 
 def _adds_a_count(node: fx.Node) -> bool:
-    added: Any = node.args[1] if _name(node) == "add" else None
+    added: Any = node.args[1] if operator_name(node) == "add" else None
     return isinstance(added, int) and added >= 0 and not node.kwargs
 
 
@@ -105,7 +102,7 @@ def _joined(node: fx.Node, symbol: sympy.Symbol) -> bool:
 def _taken_apart(node: fx.Node, symbol: sympy.Symbol) -> bool:
     """A part of a tensor that was split along something else than the tokens."""
     source: Any = node.args[0]
-    if _name(source) not in _PARTS or any(is_size(argument) for argument in source.args):
+    if operator_name(source) not in _PARTS or any(is_size(argument) for argument in source.args):
         return False
     return _factors(source.args[0], symbol)[arguments(source)["dim"]] == 0
 

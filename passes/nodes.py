@@ -9,6 +9,21 @@ import torch
 from torch import fx
 
 
+def operator_name(node: fx.Node) -> str:
+    """What an operator or a function is looked up by: `add` for every overload of `aten::add`; "" for no call."""
+    return _name(node).removeprefix("aten::")
+
+
+def shown_name(node: fx.Node) -> str:
+    """What an operator or a function is called in a message: `aten::add`."""
+    return _name(node) or str(node.target)
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return str(getattr(node.target, "__name__", "") if schema is None else schema.name)
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by the names of its operator's schema, defaults filled in.
 

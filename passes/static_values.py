@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 
 from tree_compile.passes.draws import draws
 from tree_compile.passes.lengths import that_may_change
-from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
+from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens, operator_name
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
 GREATEST_PAIR = 8_200
@@ -372,15 +373,16 @@ def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
     They compare positions with each other, and every constant in them is small against what was evaluated.
     """
     operators = [node for node in nodes if node.op == "call_function"]
-    if any(getattr(node.target, "_opname", "") not in _PLAIN for node in operators):
+    # Of numbers made from T itself, as by Python's own `+`, nothing is known.
+    if any(not isinstance(node.target, OpOverload) or operator_name(node) not in _PLAIN for node in operators):
         return False
     buffers = [attrgetter(str(node.target))(graph_module) for node in nodes if node.op == "get_attr"]
     if any(not isinstance(buffer, Tensor) or buffer.numel() > 1 for buffer in buffers):
         return False
-    divisors = {node.args[1] for node in operators if node.target._opname == "floor_divide"}  # type: ignore[union-attr]
+    divisors = {node.args[1] for node in operators if operator_name(node) == "floor_divide"}
     if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > GREATEST_PAIR // 2:  # type: ignore[arg-type]
         return False
-    moves = [node for node in operators if node.target._opname in ("add", "sub")]  # type: ignore[union-attr]
+    moves = [node for node in operators if operator_name(node) in ("add", "sub")]
     if any("alpha" in node.kwargs for node in moves):
         return False
     moved = sum(abs(number) for node in moves for number in _numbers(node.args) if abs(number) > _SMALL_BUFFER)
@@ -391,7 +393,7 @@ def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
 def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes whose numbers are values of a mask, not places."""
     names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
-    return {node for node in nodes if node.target._opname in names}  # type: ignore[union-attr]
+    return {node for node in nodes if operator_name(node) in names}
 
 
 def _changed_at_some_length(

@@ -19,7 +19,7 @@ from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpEr
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
 from tree_compile.passes.draws import draws
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.nodes import arguments
+from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
 from tree_compile.passes.source import source_line
@@ -127,8 +127,9 @@ def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
 
 def _mixing(node: fx.Node, why: str) -> RefusedModelError:
     module = _innermost_module(node)
+    what = f"{shown_name(node)} in {module}" if module else shown_name(node)
     return TokenMixingError(
-        f"The operation {_name(node)}{f' in {module}' if module else ''} mixes tokens in a way that no rule covers.",
+        f"The operation {what} mixes tokens in a way that no rule covers.",
         where=source_line(node),
         why=f"{why}.",
         hint="compute it per sequence outside of the model, or from each token and its ancestors alone.",
@@ -137,17 +138,12 @@ def _mixing(node: fx.Node, why: str) -> RefusedModelError:
 
 def _unknown(node: fx.Node) -> UnknownOpError:
     return UnknownOpError(
-        f"The operation {_name(node)} is not known.",
+        f"The operation {shown_name(node)} is not known.",
         where=source_line(node),
         why="there is no rule that says how it treats the token axis, so it cannot be proved to keep sequences apart.",
         hint="if it works token by token, say so: "
         "tree_compile.passes.token_rules.register_token_rule(op, elementwise).",
     )
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return str(target._schema.name if hasattr(target, "_schema") else getattr(target, "__name__", target))
 
 
 def _innermost_module(node: fx.Node) -> str:

@@ -111,7 +111,7 @@ class RewriteAttention:
         if not _biases_fit(match):
             raise _unknown_form(match.output, "a bias has some of the leading dimensions of its scores only")
         if form.slopes is not None and match.scores.sinks is not None:
-            return PairForm(form.visibility, dense=True)
+            return PairForm(None)
         return form
 
     def _read(self, scores: Scores) -> PairForm:
@@ -183,16 +183,16 @@ class RewriteAttention:
         return node
 
     def _keywords(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> dict[str, Any]:
-        scores, visibility = match.scores, form.visibility or Visibility()
+        scores = match.scores
         keywords: dict[str, Any] = {"scale": scores.scale}
-        if not form.dense:
-            keywords |= {"window": visibility.window, "chunk": visibility.chunk}
+        if form.visibility is not None:
+            keywords |= {"window": form.visibility.window, "chunk": form.visibility.chunk}
         keywords |= {"softcap": scores.softcap, "sinks": scores.sinks}
         biases = [self._key_bias(graph, bias) for bias in scores.key_biases]
         if form.slopes is not None:
             biases.append(self.tables.slopes(form.slopes, match.query.node.meta["val"].dtype))
         keywords["key_bias"] = _total(graph, biases)
-        if form.dense:
+        if form.visibility is None:
             keywords["pair_bias"] = self.tables.pairs([(mask.node, mask.hides) for mask in scores.masks])
         return {
             name: value for name, value in keywords.items() if name == "scale" or (value is not None and value != 0)
@@ -285,9 +285,9 @@ def _sum(tables: list[Tensor]) -> Tensor:
 
 def _description(scores: Scores, form: PairForm) -> str:
     parts = ["tree_attention"]
-    if form.dense:
+    if form.visibility is None:
         parts.append("mask without a closed form, gathered as T x T")
-    elif form.visibility is not None:
+    else:
         parts.append(f"visible: {form.visibility.expression}")
     if scores.softcap:
         parts.append(f"softcap {scores.softcap:g}")

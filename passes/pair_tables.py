@@ -61,15 +61,14 @@ class PairForm:
     """What a pair table says.
 
     Attributes:
-        visibility: the closed form of its mask, or None where only the table itself says it.
+        visibility: the closed form of its mask; None where mask or bias have none, and the table itself has to be
+            gathered.
         slopes: `[heads]` float64: the bias is `slope * k`, up to a constant per query, which softmax does not see;
             None where there is no bias.
-        dense: True where mask or bias have no closed form: the table itself has to be gathered.
     """
 
     visibility: Visibility | None
     slopes: Tensor | None = None
-    dense: bool = False
 
 
 def pair_form(samples: Sequence[Tensor]) -> PairForm:
@@ -85,12 +84,10 @@ def pair_form(samples: Sequence[Tensor]) -> PairForm:
     visible, bias = split_mask(samples[-1])
     _require_causal(visible)
     visibility = _visibility([split_mask(sample)[0] for sample in samples])
-    if visibility is None:
-        return PairForm(None, dense=True)
-    if bias is None or not bool((bias != 0).any()):
+    if visibility is None or bias is None or not bool((bias != 0).any()):
         return PairForm(visibility)
     slopes = _slopes(bias, visible)
-    return PairForm(visibility, slopes, dense=slopes is None)
+    return PairForm(visibility if slopes is not None else None, slopes)
 
 
 def split_mask(table: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -171,7 +171,7 @@ def match_softmax(softmax: fx.Node, statics: StaticValues) -> AttentionMatch:
 
 _SAME_VALUES = {
     aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.contiguous.default,
-    aten.clone.default, aten.type_as.default, aten.alias.default, aten.view.default, aten.reshape.default,
+    aten.clone.default, aten.alias.default, aten.view.default, aten.reshape.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten._unsafe_view.default,
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ _KEEP_PREFIXES = _names(
     "view reshape _unsafe_view unflatten expand expand_as view_as unsqueeze squeeze transpose permute movedim swapaxes "
     "t mT contiguous clone to _to_copy detach alias lift_fresh_copy stack repeat repeat_interleave view_as_real "
     "view_as_complex ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like scalar_tensor where "
-    "masked_fill type_as copy outer polar __and__ __or__ __xor__ floor_divide cumsum diff tril triu"
+    "masked_fill copy outer polar __and__ __or__ __xor__ floor_divide cumsum diff tril triu"
 )
 """Unless T is one of their arguments, other than as a size. Operators that torch tags as pointwise need no entry."""
 _PICK_ROWS = _names("index embedding index_select gather")

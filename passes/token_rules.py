@@ -112,14 +112,19 @@ def register_token_rule(operator: Any, rule: Rule) -> None:
 
 
 def _operators(names: str) -> list[Any]:
-    """Overloads such as `add.Tensor`; a name without overload stands for all overloads. Unknown names are skipped."""
+    """Overloads such as `add.Tensor`; a name without overload stands for all overloads.
+
+    Raises:
+        ValueError: torch has no such operator.
+    """
     found: list[Any] = []
     for name in names.split():
         packet_name, _, overload = name.partition(".")
         packet = getattr(aten, packet_name, None)
-        if packet is not None:
-            overloads = [overload] if overload else packet.overloads()
-            found += [getattr(packet, o) for o in overloads if o in packet.overloads()]
+        overloads = packet.overloads() if packet is not None else []
+        if overload not in ("", *overloads) or not overloads:
+            raise ValueError(f"torch has no operator aten::{name}")
+        found += [getattr(packet, o) for o in ([overload] if overload else overloads)]
     return found
 
 
@@ -161,16 +166,15 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 for _operator in _operators(
-    "dropout fill zero masked_fill where.self where.ScalarOther where.ScalarSelf where.Scalar "
-    "type_as copy lerp polar rsub "
+    "dropout fill zero masked_fill where.ScalarOther where.ScalarSelf where.Scalar copy polar rsub "
     "__and__ __or__ multiply divide.Tensor divide.Scalar subtract true_divide absolute negative greater greater_equal "
     "less less_equal not_equal isclose isreal hardswish log_sigmoid special_xlogy special_expm1 special_log1p "
-    "special_exp2 arccos arctan arctan2 ldexp fix copysign.Tensor"
+    "special_exp2 arccos arctan arctan2 ldexp fix"
 ):
     RULES[_operator] = elementwise
 
 
-@_rule("to _to_copy clone contiguous alias detach lift_fresh_copy float half double")
+@_rule("to _to_copy clone contiguous alias detach lift_fresh_copy")
 def _same(step: Step) -> Value:
     known = step.raw(step["self"])
     if known.content is not None and step.node.meta["val"].dtype not in _HOLDS_ROW_NUMBERS:
@@ -256,7 +260,7 @@ def _reduces(step: Step) -> bool:
 
 for _operator in _operators(
     "sum mean amax amin max min prod any all argmax argmin logsumexp norm linalg_vector_norm std var std_mean "
-    "var_mean median mode kthvalue count_nonzero nansum nanmean std.correction var.correction max.dim min.dim"
+    "var_mean median mode kthvalue count_nonzero nansum nanmean"
 ):
     if torch.Tag.pointwise not in _operator.tags:
         RULES[_operator] = _along("reduces")
@@ -732,6 +736,8 @@ def _one_hot(step: Step) -> Value:
 
 # Rows by number: dispatch to experts and back
 
+_BY_NUMBERS = "rows by numbers that may belong to other tokens"
+
 
 @_rule("sort.default sort.stable argsort")
 def _sort(step: Step) -> Result:
@@ -872,11 +878,11 @@ def _taken(step: Step, known: Value, place: int, index: Any) -> Value:
         return chosen.without_content()
     if isinstance(chosen.content, Slot) and axis.order is chosen.content.order:
         return chosen.without_content()
-    raise Mixes("it takes rows by numbers that may belong to other tokens")
+    raise Mixes(f"it takes {_BY_NUMBERS}")
 
 
-def _same_rows(numbers: Axis, axis: Axis) -> bool:
-    return axis != BLANK and (numbers.left, numbers.right) == (axis.left, axis.right)
+def _same_rows(numbers: Axis, axis: Axis | None) -> bool:
+    return axis is not None and axis != BLANK and (numbers.left, numbers.right) == (axis.left, axis.right)
 
 
 @_rule("index_select.default")
@@ -896,16 +902,20 @@ def _index_put(step: Step) -> Value:
     if len(indices) == 1 and _is_choice_of_tokens(step.raw(indices[0])):
         return _put_rows(step, indices[0], values)
     if len(whole.axes) == 1 and len(indices) == 1 and not step["accumulate"]:
-        numbers, put = step.raw(indices[0]), step.raw(values)
-        axis = numbers.axes[0] if numbers.axes else None
-        order = axis.order if axis is not None else None
-        is_sorted = isinstance(numbers.content, RowNumber) and _covers(numbers.content.axis, axis)
-        if isinstance(order, fx.Node) and isinstance(numbers.content, RowNumber) and is_sorted:
-            if put in (Value((BLANK,), RowNumber(BLANK)), Value((TOKENS,), RowNumber(TOKENS))):
-                return Value((numbers.content.axis,), Slot(order))
-            if put.axes == (axis,) and put.content is None:
-                return Value((numbers.content.axis,))
-    raise Mixes("it writes rows by numbers that may belong to other tokens")
+        return _put_back(step.raw(indices[0]), step.raw(values))
+    raise Mixes(f"it writes {_BY_NUMBERS}")
+
+
+def _put_back(numbers: Value, put: Value) -> Value:
+    """Writes sorted rows, or their places, at the numbers that the rows had before the sort."""
+    axis, content = numbers.axes[0] if numbers.axes else None, numbers.content
+    order = axis.order if axis is not None else None
+    if isinstance(order, fx.Node) and isinstance(content, RowNumber) and _same_rows(content.axis, axis):
+        if put in (Value((BLANK,), RowNumber(BLANK)), Value((TOKENS,), RowNumber(TOKENS))):
+            return Value((content.axis,), Slot(order))
+        if put.axes == (axis,) and put.content is None:
+            return Value((content.axis,))
+    raise Mixes(f"it writes {_BY_NUMBERS}")
 
 
 def _put_where(step: Step, mask: Any, values: Any) -> Value:
@@ -915,7 +925,7 @@ def _put_where(step: Step, mask: Any, values: Any) -> Value:
     if value.axes[:1] == (Axis(1, 1, Chosen(mask)),) and len(value.axes) == 1 + len(rest):
         rest = value.axes[1:]
     elif value.has_tokens or values.meta["val"].numel() != 1:
-        raise Mixes("it writes rows by numbers that may belong to other tokens")
+        raise Mixes(f"it writes {_BY_NUMBERS}")
     return Value(broadcast([whole, Value((*chosen.axes, *rest))]))
 
 
@@ -934,12 +944,8 @@ def _put_rows(step: Step, numbers: Any, values: Any) -> Value:
     whole, value = step.value("self"), step.plain(values)
     of_numbers = step.raw(numbers).axes[0]
     if whole.axes[0] not in (BLANK, TOKENS) or value.axes[:1] != (of_numbers,) or len(value.axes) != len(whole.axes):
-        raise Mixes("it writes rows by numbers that may belong to other tokens")
+        raise Mixes(f"it writes {_BY_NUMBERS}")
     return Value((TOKENS, *broadcast([Value(whole.axes[1:]), Value(value.axes[1:])])))
-
-
-def _covers(numbers: Axis, axis: Axis | None) -> bool:
-    return axis is not None and (numbers.left, numbers.right) == (axis.left, axis.right)
 
 
 @_rule("index_add.default")
@@ -950,7 +956,7 @@ def _index_add(step: Step) -> Value:
     into = whole.axes[place]
     same_entries = isinstance(content, RowNumber) and numbers.axes == (axis,)
     if axis is None or not same_entries or into is None or (into != BLANK and not _same_rows(content.axis, into)):  # type: ignore[union-attr]
-        raise Mixes("it adds rows by numbers that may belong to other tokens")
+        raise Mixes(f"it adds {_BY_NUMBERS}")
     rest = broadcast(Value(value.axes[:place] + value.axes[place + 1 :]) for value in (whole, added))
     return Value((*rest[:place], Axis(content.axis.left, content.axis.right), *rest[place:]))  # type: ignore[union-attr]
 
@@ -970,7 +976,7 @@ def _within_rows(step: Step, what: str, others: list[Any]) -> Value:
     place = step.dim(step["dim"], len(known.axes))
     values = [step.plain(other) for other in others]
     if known.axes[place] is not None or any(axes.axes[place] is not None for axes in (numbers, *values) if axes.axes):
-        raise Mixes(f"it {what} rows by numbers that may belong to other tokens")
+        raise Mixes(f"it {what} {_BY_NUMBERS}")
     if any(not _same_tokens(known, other) for other in (numbers, *values) if other.axes):
         raise Mixes(f"it {what} some of the tokens only")
     return Value(broadcast([known, numbers, *values]))

@@ -30,21 +30,14 @@ _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction
 @contextlib.contextmanager
 def capturable(model: nn.Module) -> Iterator[None]:
     """transformers' models with attention and experts in a form that torch.export can trace; others as they are."""
-    restore: list[tuple[Any, str, Any]] = []
-    for config in _configs(model):
-        for name, value in _changes(config, model):
-            restore.append((config, name, getattr(config, name)))
-            setattr(config, name, value)
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            restore.append((module, "gradient_checkpointing", True))
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        with plain_checkpoints(), _own_backwards(), loops_over_all_experts(model):
-            yield
-    finally:
-        for owner, name, value in reversed(restore):
-            setattr(owner, name, value)
+    with contextlib.ExitStack() as changes, plain_checkpoints(), _own_backwards(), loops_over_all_experts(model):
+        for config in _configs(model):
+            for name, value in _changes(config, model):
+                changes.enter_context(replaced(config, name, value))
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                changes.enter_context(replaced(module, "gradient_checkpointing", False))
+        yield
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -31,7 +31,16 @@ from tree_compile.passes.attention_patterns import (
     match_softmax,
 )
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility, pair_form, split_mask
+from tree_compile.passes.pair_tables import (
+    NotCausal,
+    PairForm,
+    SeesNothing,
+    Visibility,
+    as_visibility,
+    pair_form,
+    split_mask,
+    sum_of_masks,
+)
 from tree_compile.passes.plan_inputs import RowTables, plan_input
 from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
 from tree_compile.passes.source import module_path, source_line
@@ -130,11 +139,10 @@ class RewriteAttention:
     def _combined(self, scores: Scores) -> Iterator[Tensor]:
         """The masks of one attention as one table, at each probed number of tokens."""
         for samples in zip(*(self._samples(mask.node) for mask in scores.masks), strict=True):
-            tables = [_as_bias(sample, mask.hides) for sample, mask in zip(samples, scores.masks, strict=True)]
+            tables = [as_visibility(sample, mask.hides) for sample, mask in zip(samples, scores.masks, strict=True)]
             if scores.causal:
-                tokens = samples[0].shape[-1]
-                tables.append(_as_bias(Visibility().table(tokens, samples[0].device), hides=False))
-            yield tables[0] if len(tables) == 1 else _sum(tables)
+                tables.append(Visibility().table(samples[0].shape[-1], samples[0].device))
+            yield sum_of_masks(tables)
 
     def _hides_enough(self, scores: Scores) -> bool:
         """Whether the hidden scores stay far below all others, whatever biases are added to both."""
@@ -265,21 +273,6 @@ def _total(graph: fx.Graph, terms: list[fx.Node]) -> fx.Node | None:
     total = terms[0]
     for term in terms[1:]:
         total = call(graph, aten.add.Tensor, (total, term), {})
-    return total
-
-
-def _as_bias(table: Tensor, hides: bool) -> Tensor:
-    return ~table if hides else table
-
-
-def _sum(tables: list[Tensor]) -> Tensor:
-    """Several masks at once: hidden by one is hidden; biases add up."""
-    if all(table.dtype == torch.bool for table in tables):
-        return torch.stack(torch.broadcast_tensors(*tables)).all(0)
-    total = torch.zeros(())
-    for table in tables:
-        hidden = torch.full((), -float("inf"))
-        total = total + (torch.where(table, 0.0, hidden) if table.dtype == torch.bool else table)
     return total
 
 

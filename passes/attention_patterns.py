@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -101,8 +101,8 @@ class AttentionMatch:
     key: Operand
     value: Operand
     scores: Scores
-    output_order: tuple[int, ...] = field(default=())
-    dropout: float = 0.0
+    output_order: tuple[int, ...]
+    dropout: float
 
 
 # scaled_dot_product_attention
@@ -190,6 +190,11 @@ class _Reading:
     factor: float = 1.0
     scores: Scores = Scores()
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the scores read so far go into the softmax as they are, but for biases."""
+        return self.bound is None and self.factor_after == 1.0
+
     def scaled(self, factor: float) -> _Reading:
         if self.bound is None:
             return replace(self, factor_after=self.factor_after * factor)
@@ -273,7 +278,7 @@ def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[
     if not isinstance(second, fx.Node):
         return first, _moved_by_a_constant(reading)
     bias, rest = (second, first) if second in statics.nodes else (first, second)
-    if reading.bound is not None or reading.factor_after != 1.0:
+    if not reading.is_untouched:
         raise NoMatch("its scores are scaled after a bias was added")
     return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))
 
@@ -302,7 +307,7 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
     number = _number(fill, statics)
     if number is None or number > HIDDEN_BELOW:
         raise NoMatch("hidden scores are filled with a value that still gets weight")
-    if reading.bound is not None or reading.factor_after != 1.0:
+    if not reading.is_untouched:
         raise NoMatch("its scores are changed after some were hidden")
     found = _static_masks(mask, statics, not is_where, number)
     return scores, replace(reading, scores=_with_masks(reading.scores, found))
@@ -320,7 +325,7 @@ def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
     heads = math.prod(shape_of(sinks)[:-2])
     if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
-    if reading.factor_after != 1.0 or reading.bound is not None:
+    if not reading.is_untouched:
         raise NoMatch("sinks are scaled")
     return scores, replace(reading, scores=replace(reading.scores, sinks=source))
 
@@ -328,7 +333,7 @@ def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
 def _read_baddbmm(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
     given = arguments(node)
     beta, alpha = float(given["beta"]), float(given["alpha"])
-    if reading.bound is not None or reading.factor_after != 1.0:
+    if not reading.is_untouched:
         raise NoMatch("its scores are scaled after a bias was added")
     scores = _with_bias(reading.scores, given["self"], beta, statics) if beta else reading.scores
     return replace(scores, scale=alpha), _plain(given["batch1"]), _transposed(given["batch2"])

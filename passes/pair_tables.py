@@ -90,6 +90,24 @@ def pair_form(samples: Sequence[Tensor]) -> PairForm:
     return PairForm(visibility if slopes is not None else None, slopes)
 
 
+def as_visibility(table: Tensor, hides: bool) -> Tensor:
+    """A mask that is True where something is visible, of one that is True where it is hidden; biases as they are."""
+    return ~table if hides else table
+
+
+def sum_of_masks(tables: Sequence[Tensor]) -> Tensor:
+    """Several masks at once: hidden by one is hidden; biases add up."""
+    if len(tables) == 1:
+        return tables[0]
+    if all(table.dtype == torch.bool for table in tables):
+        return torch.stack(torch.broadcast_tensors(*tables)).all(0)
+    total = torch.zeros(())
+    for table in tables:
+        hidden = torch.full((), -float("inf"))
+        total = total + (torch.where(table, 0.0, hidden) if table.dtype == torch.bool else table)
+    return total
+
+
 def split_mask(table: Tensor) -> tuple[Tensor, Tensor | None]:
     """A mask as visibility (boolean) and as a bias that is 0 where nothing is visible (None for a boolean mask)."""
     if table.dtype == torch.bool:

@@ -14,7 +14,7 @@ from tree_compile.output import TreeOutput
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
+from tree_compile.selfcheck import CheckReport, compare, evaluation, self_check, small_tree, trained_parameters
 from tree_compile.state import State, state_of
 
 _TOKENS = "input_ids"
@@ -136,7 +136,7 @@ class TreeModel(nn.Module):
 
     def _random_plan(self) -> Plan:
         names = self._last_inputs()
-        return plan_rows(random_sequences(self._program(names), names), min_shared_tokens=1)
+        return plan_rows(small_tree(self._program(names), names), min_shared_tokens=1)
 
     def _rows(self, sequences: Sequences | Row | Plan) -> tuple[Row, ...]:
         if isinstance(sequences, Row):

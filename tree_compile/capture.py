@@ -61,14 +61,12 @@ class Captured:
     Attributes:
         graph_module: the graph; placeholders are the inputs, each int64 `(1, T)`; parameters are the model's own
             objects under the model's own names; returns the flat tuple of the output's tensors.
-        input_names: the model's names of the inputs, token ids first.
         output_form: how to rebuild the model's output.
         limit: the longest sequence that the capture holds for.
         control_flow: what has to be raised, unless something more telling is found: the code depends on T.
     """
 
     graph_module: fx.GraphModule
-    input_names: tuple[str, ...]
     output_form: OutputForm
     limit: LengthLimit
     control_flow: ControlFlowError | None = None
@@ -122,7 +120,7 @@ def capture(
     with _quiet():
         exported = program.module(check_guards=False)
     graph_module = _under_own_names(exported, input_names)
-    return Captured(graph_module, tuple(input_names), output_form, limit, control_flow)
+    return Captured(graph_module, output_form, limit, control_flow)
 
 
 def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

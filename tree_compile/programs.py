@@ -76,8 +76,8 @@ def prove_further(
 
 def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
     """The arguments of a rewritten graph for one row, in its order."""
-    inputs = [_on_device(values, 0, device)[None] for values in row.inputs.values()]
-    position = _on_device(row.position, 0, device)
+    inputs = [_on_device(values, device)[None] for values in row.inputs.values()]
+    position = _on_device(row.position, device)
     rows = np.arange(len(row.tokens), max(len(row.tokens), _FEWEST_TOKENS)) + 1
     subtree_end = torch.from_numpy(np.concatenate([row.subtree_end, rows])).to(device, non_blocking=True)
     length = max(int(row.position.max()) + 1, _FEWEST_TOKENS)
@@ -89,7 +89,7 @@ def _segments(row: Row) -> Tensor:
     return torch.from_numpy(np.pad(row.segments, ((0, missing), (0, 0))))
 
 
-def _on_device(values: np.ndarray[Any, Any], padding: int, device: torch.device) -> Tensor:
+def _on_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     missing = max(0, _FEWEST_TOKENS - len(values))
-    padded = np.pad(values.astype(np.int64, copy=False), (0, missing), constant_values=padding)
+    padded = np.pad(values.astype(np.int64, copy=False), (0, missing))
     return torch.from_numpy(padded).to(device, non_blocking=True)

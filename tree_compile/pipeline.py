@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
@@ -27,6 +27,7 @@ from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_st
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.vocabulary import vocabulary_size
 from tree_compile.rehearsal import rehearse
+from tree_compile.unpacked import Unpacked
 
 _CAPTURING = threading.RLock()
 
@@ -61,10 +62,8 @@ class Rewritten:
     trail: Trail
 
 
-def rewrite_model(
-    model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], reach: int = FIRST_REACH
-) -> Rewritten:
-    """Captures and rewrites `model` in the mode that it is in, for sequences of up to `reach` tokens at least.
+def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
+    """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
@@ -72,9 +71,9 @@ def rewrite_model(
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with _CAPTURING, torch.inference_mode(False), torch.enable_grad():
-        rehearsal = rehearse(model, input_names, keywords)
+        rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
-            captured = capture(model, input_names, keywords, rehearsal.example)
+            captured = capture(unpacked, rehearsal.example)
             with _unless_more_telling(captured.control_flow):
                 return rewrite(captured, reach)
 

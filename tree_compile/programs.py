@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
-from tree_compile.rehearsal import device_of
 from tree_compile.runtime.plan import Row
+from tree_compile.unpacked import Unpacked
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
 _FEWEST_TOKENS = 2
@@ -50,25 +49,29 @@ class Program:
         return RowResult(row, tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True)))
 
 
-def make_program(model: nn.Module, input_names: tuple[str, ...], keywords: Mapping[str, Any], backend: str) -> Program:
-    """Captures, rewrites, splits and compiles `model` in the mode that it is in."""
-    rewritten = rewrite_model(model, input_names, keywords)
-    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
+def make_program(unpacked: Unpacked, backend: str) -> Program:
+    """Captures, rewrites, splits and compiles a model in the mode that it is in.
+
+    Args:
+        unpacked: the model.
+        backend: one of BACKENDS.
+
+    Raises:
+        RefusedModelError: the model cannot be proved exact on a prefix tree.
+    """
+    rewritten = rewrite_model(unpacked)
+    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), unpacked.device)
 
 
-def prove_further(
-    program: Program,
-    model: nn.Module,
-    input_names: tuple[str, ...],
-    keywords: Mapping[str, Any],
-    backend: str,
-    tokens: int,
-) -> Program:
+def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
     """The program for sequences of up to `tokens` tokens, as far as that can be proved.
 
     Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use.
+
+    Raises:
+        RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(model, input_names, keywords, reach=1 << (tokens - 1).bit_length())
+    rewritten = rewrite_model(unpacked, reach=1 << (tokens - 1).bit_length())
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
     return replace(program, rewritten=rewritten, blocks=Blocks(rewritten.graph_module, BACKENDS[backend]))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from tree_compile.errors import LengthDependentError
-from tree_compile.guards import LengthLimit
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import ancestors, arguments
 from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
@@ -110,31 +108,6 @@ def _is_row_number(node: fx.Node, user: fx.Node) -> bool:
     if user.target not in _USES_AS_ROW_NUMBER:
         return False
     return user.args[0] is not node and any(not isinstance(size, int) for size in shape_of(user.args[0]))  # type: ignore[arg-type]
-
-
-def position_limit(statics: StaticValues) -> LengthLimit:
-    """The longest sequence whose positions all have a row in the model's embeddings of positions."""
-    limit = LengthLimit()
-    for node, kind in statics.kinds.items():
-        if not isinstance(kind, Table) or kind.first is None:
-            continue
-        for user in node.users:
-            if (found := _rows_indexed(user, node)) is not None:
-                rows = found - kind.first
-                if limit.tokens is None or rows < limit.tokens:
-                    limit = LengthLimit(rows, source_line(user))
-    return limit
-
-
-def _rows_indexed(user: fx.Node, index: fx.Node) -> int | None:
-    """How many rows there are for `user` to take by the numbers `index`; None where it does not take any."""
-    args: Any = user.args
-    if user.target is aten.embedding.default and args[1] is index:
-        return int(shape_of(args[0])[0])
-    if user.target is aten.index.Tensor and index in args[1]:
-        rows = shape_of(args[0])[args[1].index(index)]
-        return rows if isinstance(rows, int) else None
-    return None
 
 
 def _length_dependent(node: fx.Node, kind: LengthDependent | Drifting) -> LengthDependentError:

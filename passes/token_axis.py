@@ -23,8 +23,7 @@ from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
 from tree_compile.passes.source import source_line
-from tree_compile.passes.token_rules import RULES, TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
-from tree_compile.runtime.attention import tree_attention
+from tree_compile.passes.token_rules import TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
 
 
 @dataclass(frozen=True)
@@ -151,18 +150,3 @@ def _innermost_module(node: fx.Node) -> str:
     kinds = [kind for _, kind in stack.values()]
     name = kinds[-1] if kinds else ""
     return name.rsplit(".", 1)[-1] if isinstance(name, str) else getattr(name, "__name__", "")
-
-
-def _tree_attention(step: Step) -> Value:
-    """Tokens of queries, keys and values must be in the order of the row."""
-    query, key, value = (step.plain(argument) for argument in step.node.args[:3])
-    for operand in (query, key, value):
-        if operand.axes[2:] != (TOKENS, None):
-            raise Mixes("the keys of its attention are not one for every token of the row")
-    sinks = step.node.kwargs.get("sinks")
-    if sinks is not None and step.raw(sinks).has_tokens:
-        raise Mixes("the sinks of its attention depend on the tokens")
-    return Value((None, None, Axis(), None))
-
-
-RULES[tree_attention] = _tree_attention

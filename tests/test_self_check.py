@@ -13,7 +13,7 @@ from tree_compile import treecompile
 from tree_compile.errors import SelfCheckError
 from tree_compile.passes import attention
 from tree_compile.passes.plan_inputs import RowTables
-from tree_compile.passes.token_axis import RULES
+from tree_compile.passes.token_rules import RULES
 from tree_compile.tiny import tiny_model
 
 SEQUENCES = [[3, 1, 4, 1, 5], [3, 1, 4, 2, 6]]

@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedArgumentError
 from tree_compile.foreign import capturable
-from tree_compile.guards import LengthLimit, length_limit
+from tree_compile.guards import length_limit
+from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
 from tree_compile.patches import replaced
 from tree_compile.unpacked import Unpacked

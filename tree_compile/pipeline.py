@@ -13,19 +13,18 @@ from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
-from tree_compile.guards import LengthLimit
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.batch_norm import RefuseBatchNorm
 from tree_compile.passes.draws import draws
 from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
+from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
 from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
-from tree_compile.passes.positions import RewritePositions, position_limit
+from tree_compile.passes.positions import RewritePositions
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
-from tree_compile.passes.vocabulary import vocabulary_size
 from tree_compile.rehearsal import rehearse
 from tree_compile.unpacked import Unpacked
 

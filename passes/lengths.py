@@ -1,21 +1,26 @@
-"""Static values that might be others at one single number of tokens T: those in which T is more than a size.
+"""For which numbers of tokens T static values say the same, beyond those T at which they were evaluated.
 
 Where T is the size of ranges, tables and masks alone, and every operator gives for a prefix of its arguments the prefix
-of its result, a value at a token cannot change with T.
+of its result, a value at a token cannot change with T. A value in which T is more than a size might be another at one
+single T: every T is tried. What masks say beyond all T that were tried follows from their operators.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from tree_compile.passes.nodes import ancestors, arguments, operator_name
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor
+from tree_compile.passes.probing import SMALL, constants, evaluate_if_possible, numbers
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
 
 
 def _names(names: str) -> frozenset[str]:
@@ -29,6 +34,13 @@ _KEEP_PREFIXES = _names(
     "masked_fill copy outer polar __and__ __or__ __xor__ floor_divide cumsum diff tril triu"
 )
 """Unless T is one of their arguments, other than as a size. Operators that torch tags as pointwise need no entry."""
+_PLAIN = _names(
+    "arange sym_size add sub unsqueeze slice select expand view reshape permute transpose index to clone detach alias "
+    "lift_fresh_copy le lt ge gt eq ne __and__ __or__ logical_and logical_or logical_not bitwise_and bitwise_or "
+    "bitwise_not ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like scalar_tensor where "
+    "masked_fill diff cumsum floor_divide tril triu"
+)
+"""Operators of masks that compare positions, moved by constants, with each other."""
 _PICK_ROWS = _names("index embedding index_select gather")
 _COUNT = _names("arange sym_size unsqueeze expand view reshape slice clone to detach alias ones cumsum")
 _PARTS = _names("split split_with_sizes chunk unbind")
@@ -124,3 +136,82 @@ _RULES: dict[str, Callable[[fx.Node, sympy.Symbol], bool]] = {
     "mm": _product,
     **dict.fromkeys(_PICK_ROWS, _rows_by_number),
 }
+
+
+# Every length
+
+
+def say_the_same(graph_module: fx.GraphModule, nodes: set[fx.Node], tried: int) -> bool:
+    """Whether masks made of `nodes` that look the same at all T up to `tried` look the same at every T.
+
+    They compare positions with each other, and every constant in them is small against what was evaluated.
+    """
+    operators = [node for node in nodes if node.op == "call_function"]
+    # Of numbers made from T itself, as by Python's own `+`, nothing is known.
+    if any(not isinstance(node.target, OpOverload) or operator_name(node) not in _PLAIN for node in operators):
+        return False
+    buffers = [attrgetter(str(node.target))(graph_module) for node in nodes if node.op == "get_attr"]
+    if any(not isinstance(buffer, Tensor) or buffer.numel() > 1 for buffer in buffers):
+        return False
+    divisors = {node.args[1] for node in operators if operator_name(node) == "floor_divide"}
+    if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > tried // 2:  # type: ignore[arg-type]
+        return False
+    moves = [node for node in operators if operator_name(node) in ("add", "sub")]
+    if any("alpha" in node.kwargs for node in moves):
+        return False
+    moved = sum(abs(number) for node in moves for number in numbers(node.args) if abs(number) > SMALL)
+    places = constants(graph_module, nodes - _fills(operators))
+    return 2 * moved < tried and all(2 * constant < tried for constant in places)
+
+
+def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes whose numbers are values of a mask, not places."""
+    names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
+    return {node for node in nodes if operator_name(node) in names}
+
+
+def changed_at_some_length(
+    graph_module: fx.GraphModule,
+    nodes: set[fx.Node],
+    longest: Mapping[fx.Node, Tensor],
+    drifting: Container[fx.Node],
+    greatest: int,
+) -> set[fx.Node]:
+    """Nodes with a value at a long T that say something else at some T up to `greatest`.
+
+    Args:
+        graph_module: the graph.
+        nodes: its static nodes.
+        longest: the nodes in question, each with its value at a T of at least `greatest`.
+        drifting: those that may move as a whole.
+        greatest: the greatest T to try.
+    """
+    symbol = token_symbol(graph_module.graph)
+    changed: set[fx.Node] = set()
+    for tokens in range(2, greatest + 1):
+        for node, value in (evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
+            dims = [dim for dim, factor in enumerate(_factors(node, symbol)) if factor == 1]
+            moves = node in drifting
+            if not (same_steps(value, longest[node], dims[0]) if moves else is_prefix(value, longest[node], dims)):
+                changed.add(node)
+    return changed
+
+
+def is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a value at one T says what that at a greater T says, along the token dimensions `dims`."""
+    for dim in dims:
+        larger = larger.narrow(dim, 0, smaller.shape[dim])
+    if torch.equal(smaller, larger):
+        return True
+    same_gaps = torch.equal(smaller.isnan(), larger.isnan())
+    return same_gaps and bool((smaller.nan_to_num() == larger.nan_to_num()).all())
+
+
+def same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
+    """As `is_prefix`, for each value less its own first number along `dim`, up to rounding."""
+    larger_start = larger.narrow(dim, 0, smaller.shape[dim])
+    both = torch.stack([smaller, larger_start]).double()
+    firsts = both.narrow(dim + 1, 0, 1)
+    rounding = 2 * torch.finfo(smaller.dtype).eps * torch.maximum(both.abs(), firsts.abs()).amax(0)
+    steps = both - firsts
+    return bool(((steps[0] - steps[1]).abs() <= rounding).all())

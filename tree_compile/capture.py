@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedArgumentError
+from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedOutputError
 from tree_compile.foreign import capturable
 from tree_compile.guards import length_limit
 from tree_compile.passes.limits import LengthLimit
@@ -105,7 +105,7 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
     Raises:
         CaptureError: torch.export cannot trace the model.
         ControlFlowError: the model's Python code needs one T, or the values of tensors.
-        UnsupportedArgumentError: the output holds something else than tensors and plain constants.
+        UnsupportedOutputError: the output holds something else than tensors and plain constants.
     """
     flat = _Flat(unpacked)
     program = _export(flat, example)
@@ -209,7 +209,7 @@ def _line_of_error(error: BaseException) -> SourceLine | None:
 def _require_plain_constants(form: OutputForm) -> None:
     for constant in form.constants.values():
         if constant is not None and not isinstance(constant, (bool, int, float, str)):
-            raise UnsupportedArgumentError(
+            raise UnsupportedOutputError(
                 f"The model returns a {type(constant).__name__}, which is neither a tensor nor a plain constant.",
                 why="it cannot be split into one part for every sequence.",
                 hint="switch it off, for example with forward_kwargs={'use_cache': False}.",

@@ -90,6 +90,7 @@ class TreeModel(nn.Module):
 
         Raises:
             InputError: the sequences are not usable.
+            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
         """
         if isinstance(sequences, Mapping):
             for name in sequences:
@@ -101,6 +102,7 @@ class TreeModel(nn.Module):
 
         Raises:
             RefusedModelError: the model cannot be proved exact on a prefix tree.
+            SelfCheckError: the rewritten model differs from the unpacked one.
         """
         return explain(self._program(self._last_inputs()))
 
@@ -108,6 +110,8 @@ class TreeModel(nn.Module):
         """The model's graph as Python code: "captured", "rewritten", or the name of a pass for the graph after it.
 
         Raises:
+            RefusedModelError: the model cannot be proved exact on a prefix tree.
+            SelfCheckError: the rewritten model differs from the unpacked one.
             ValueError: there is no such stage.
         """
         stages = self._program(self._last_inputs()).rewritten.trail.stages
@@ -120,6 +124,12 @@ class TreeModel(nn.Module):
 
         Args:
             sequences: what to compare on; a small random tree if left out.
+
+        Raises:
+            InputError: the sequences are not usable.
+            RefusedModelError: the model cannot be proved exact on a prefix tree.
+            SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
         """
         with evaluation(self.unpacked):
             plan = self._random_plan() if sequences is None else self.plan(sequences)
@@ -219,9 +229,12 @@ def treecompile(
             first call with a sequence of one token, for which the proof does not hold.
 
     Raises:
-        WrappedModelError: the model is wrapped by DDP, FSDP, DataParallel or torch.compile.
+        CaptureError: a parameter is on the meta device.
+        TypeError: `model` is not a module.
         UnsupportedArgumentError: a keyword argument has no meaning on a list of sequences.
         ValueError: an option has no meaning.
+        WrappedModelError: the model is wrapped by DDP, FSDP, DataParallel or torch.compile, is a tree model already, or
+            has distributed parameters.
     """
     check_not_wrapped(model)
     check_keywords(forward_kwargs or {})

@@ -1,4 +1,4 @@
-"""One rewritten and compiled model per mode and kind of input, made when it is first used."""
+"""A rewritten model, split and compiled, and how a row becomes its inputs and its results a row."""
 
 from __future__ import annotations
 

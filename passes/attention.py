@@ -30,9 +30,18 @@ from tree_compile.passes.attention_patterns import (
     match_sdpa,
     match_softmax,
 )
-from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility, pair_form, split_mask
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.pair_tables import (
+    NotCausal,
+    PairForm,
+    SeesNothing,
+    Visibility,
+    as_visibility,
+    pair_form,
+    split_mask,
+    sum_of_masks,
+)
 from tree_compile.passes.plan_inputs import RowTables, plan_input
-from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
@@ -57,7 +66,7 @@ class RewriteAttention:
     tables: RowTables
     name: str = field(default="attention", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         symbol = token_symbol(graph_module.graph)
         findings = []
         read = functools.cache(self._read)  # the layers of a model share few masks
@@ -66,7 +75,7 @@ class RewriteAttention:
                 findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), read))
             elif node.op == "call_function" and is_score_softmax(node, symbol):
                 findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), read))
-        return PassReport(self.name, tuple(findings))
+        return tuple(findings)
 
     def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
         try:
@@ -86,7 +95,7 @@ class RewriteAttention:
         match.output.replace_all_uses_with(replacement)
         graph.erase_node(match.output)
         became = _description(match.scores, form)
-        return Finding(match.output.name, "attention", became, source_line(match.output), module_path(match.output))
+        return Finding("attention", became, source_line(match.output), module_path(match.output))
 
     # What is visible
 
@@ -111,7 +120,7 @@ class RewriteAttention:
         if not _biases_fit(match):
             raise _unknown_form(match.output, "a bias has some of the leading dimensions of its scores only")
         if form.slopes is not None and match.scores.sinks is not None:
-            return PairForm(form.visibility, dense=True)
+            return PairForm(None)
         return form
 
     def _read(self, scores: Scores) -> PairForm:
@@ -130,11 +139,10 @@ class RewriteAttention:
     def _combined(self, scores: Scores) -> Iterator[Tensor]:
         """The masks of one attention as one table, at each probed number of tokens."""
         for samples in zip(*(self._samples(mask.node) for mask in scores.masks), strict=True):
-            tables = [_as_bias(sample, mask.hides) for sample, mask in zip(samples, scores.masks, strict=True)]
+            tables = [as_visibility(sample, mask.hides) for sample, mask in zip(samples, scores.masks, strict=True)]
             if scores.causal:
-                tokens = samples[0].shape[-1]
-                tables.append(_as_bias(Visibility().table(tokens, samples[0].device), hides=False))
-            yield tables[0] if len(tables) == 1 else _sum(tables)
+                tables.append(Visibility().table(samples[0].shape[-1], samples[0].device))
+            yield sum_of_masks(tables)
 
     def _hides_enough(self, scores: Scores) -> bool:
         """Whether the hidden scores stay far below all others, whatever biases are added to both."""
@@ -183,16 +191,16 @@ class RewriteAttention:
         return node
 
     def _keywords(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> dict[str, Any]:
-        scores, visibility = match.scores, form.visibility or Visibility()
+        scores = match.scores
         keywords: dict[str, Any] = {"scale": scores.scale}
-        if not form.dense:
-            keywords |= {"window": visibility.window, "chunk": visibility.chunk}
+        if form.visibility is not None:
+            keywords |= {"window": form.visibility.window, "chunk": form.visibility.chunk}
         keywords |= {"softcap": scores.softcap, "sinks": scores.sinks}
         biases = [self._key_bias(graph, bias) for bias in scores.key_biases]
         if form.slopes is not None:
             biases.append(self.tables.slopes(form.slopes, match.query.node.meta["val"].dtype))
         keywords["key_bias"] = _total(graph, biases)
-        if form.dense:
+        if form.visibility is None:
             keywords["pair_bias"] = self.tables.pairs([(mask.node, mask.hides) for mask in scores.masks])
         return {
             name: value for name, value in keywords.items() if name == "scale" or (value is not None and value != 0)
@@ -268,26 +276,11 @@ def _total(graph: fx.Graph, terms: list[fx.Node]) -> fx.Node | None:
     return total
 
 
-def _as_bias(table: Tensor, hides: bool) -> Tensor:
-    return ~table if hides else table
-
-
-def _sum(tables: list[Tensor]) -> Tensor:
-    """Several masks at once: hidden by one is hidden; biases add up."""
-    if all(table.dtype == torch.bool for table in tables):
-        return torch.stack(torch.broadcast_tensors(*tables)).all(0)
-    total = torch.zeros(())
-    for table in tables:
-        hidden = torch.full((), -float("inf"))
-        total = total + (torch.where(table, 0.0, hidden) if table.dtype == torch.bool else table)
-    return total
-
-
 def _description(scores: Scores, form: PairForm) -> str:
     parts = ["tree_attention"]
-    if form.dense:
+    if form.visibility is None:
         parts.append("mask without a closed form, gathered as T x T")
-    elif form.visibility is not None:
+    else:
         parts.append(f"visible: {form.visibility.expression}")
     if scores.softcap:
         parts.append(f"softcap {scores.softcap:g}")

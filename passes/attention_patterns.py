@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
 from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, LengthDependent, Pair, StaticValues, Table
@@ -100,8 +101,8 @@ class AttentionMatch:
     key: Operand
     value: Operand
     scores: Scores
-    output_order: tuple[int, ...] = field(default=())
-    dropout: float = 0.0
+    output_order: tuple[int, ...]
+    dropout: float
 
 
 # scaled_dot_product_attention
@@ -109,19 +110,15 @@ class AttentionMatch:
 
 def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
     """Reads a `scaled_dot_product_attention` node."""
-    schema = torch.ops.aten.scaled_dot_product_attention.default._schema
-    values: dict[str, Any] = {argument.name: argument.default_value for argument in schema.arguments}
-    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
-    values |= node.kwargs
-    width = shape_of(values["query"])[-1]
-    mask = values["attn_mask"]
+    given = arguments(node)
+    width, mask = shape_of(given["query"])[-1], given["attn_mask"]
     scores = Scores(
-        scale=float(values["scale"]) if values["scale"] is not None else width**-0.5,
-        causal=bool(values["is_causal"]),
+        scale=float(given["scale"]) if given["scale"] is not None else width**-0.5,
+        causal=bool(given["is_causal"]),
         masks=() if mask is None else _static_masks(mask, statics),
     )
-    query, key, value = (_plain(values[name]) for name in ("query", "key", "value"))
-    return AttentionMatch(node, query, key, value, scores, _identity(node), float(values["dropout_p"]))
+    query, key, value = (_plain(given[name]) for name in ("query", "key", "value"))
+    return AttentionMatch(node, query, key, value, scores, _identity(node), float(given["dropout_p"]))
 
 
 def _plain(node: fx.Node) -> Operand:
@@ -174,7 +171,7 @@ def match_softmax(softmax: fx.Node, statics: StaticValues) -> AttentionMatch:
 
 _SAME_VALUES = {
     aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.contiguous.default,
-    aten.clone.default, aten.type_as.default, aten.alias.default, aten.view.default, aten.reshape.default,
+    aten.clone.default, aten.alias.default, aten.view.default, aten.reshape.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten._unsafe_view.default,
 }  # fmt: skip
 
@@ -192,6 +189,11 @@ class _Reading:
     bound: float | None = None
     factor: float = 1.0
     scores: Scores = Scores()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the scores read so far go into the softmax as they are, but for biases."""
+        return self.bound is None and self.factor_after == 1.0
 
     def scaled(self, factor: float) -> _Reading:
         if self.bound is None:
@@ -223,7 +225,7 @@ def _require_one_use(scores: Any, below: fx.Node) -> None:
     """Scores are gone once the attention is rewritten, so nothing else may read them, apart from their maximum."""
     for user in scores.users if isinstance(scores, fx.Node) else ():
         if user is not below and user.target not in (aten.amax.default, aten.max.dim) and is_tensor(user):
-            raise NoMatch(f"its scores are used by {_name(user)} as well, and not for the weights alone")
+            raise NoMatch(f"its scores are used by {shown_name(user)} as well, and not for the weights alone")
 
 
 def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
@@ -247,7 +249,7 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return _read_fill(node, reading, statics)
     if target is aten.cat.default and reading.scores.sinks is None:
         return _read_sinks(node, reading)
-    raise NoMatch(f"the step {_name(node)} between the product of queries and keys and the softmax is not known")
+    raise NoMatch(f"the step {shown_name(node)} between the product of queries and keys and the softmax is not known")
 
 
 def _scaled(node: fx.Node, reading: _Reading, statics: StaticValues) -> _Reading | None:
@@ -269,15 +271,16 @@ def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:
 
 
 def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
-    first, second = node.args[:2]
-    if node.kwargs.get("alpha", 1) != 1:
+    given = arguments(node)
+    first, second = given["self"], given["other"]
+    if given["alpha"] != 1:
         raise NoMatch("a scaled addition to the scores is not known")
     if not isinstance(second, fx.Node):
-        return first, _moved_by_a_constant(reading)  # type: ignore[return-value]
+        return first, _moved_by_a_constant(reading)
     bias, rest = (second, first) if second in statics.nodes else (first, second)
-    if reading.bound is not None or reading.factor_after != 1.0:
+    if not reading.is_untouched:
         raise NoMatch("its scores are scaled after a bias was added")
-    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))  # type: ignore[arg-type,return-value]
+    return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))
 
 
 def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValues) -> Scores:
@@ -304,35 +307,36 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
     number = _number(fill, statics)
     if number is None or number > HIDDEN_BELOW:
         raise NoMatch("hidden scores are filled with a value that still gets weight")
-    if reading.bound is not None or reading.factor_after != 1.0:
+    if not reading.is_untouched:
         raise NoMatch("its scores are changed after some were hidden")
     found = _static_masks(mask, statics, not is_where, number)
     return scores, replace(reading, scores=_with_masks(reading.scores, found))
 
 
 def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
-    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-1, len(shape_of(node)) - 1):
+    given = arguments(node)
+    parts, dim = given["tensors"], given["dim"]
+    if len(parts) != 2 or dim not in (-1, len(shape_of(node)) - 1):
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
     scores, sinks = parts
     source: Any = sinks
     while source.op == "call_function" and source.target in (*_SAME_VALUES, aten.expand.default):
         source = source.args[0]
-    heads = math.prod(shape_of(sinks)[:-2])  # type: ignore[arg-type]
-    if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):  # type: ignore[arg-type]
+    heads = math.prod(shape_of(sinks)[:-2])
+    if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
-    if reading.factor_after != 1.0 or reading.bound is not None:
+    if not reading.is_untouched:
         raise NoMatch("sinks are scaled")
-    return scores, replace(reading, scores=replace(reading.scores, sinks=source))  # type: ignore[return-value]
+    return scores, replace(reading, scores=replace(reading.scores, sinks=source))
 
 
 def _read_baddbmm(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[Scores, Operand, Operand]:
-    bias, left, right = node.args[:3]
-    beta, alpha = float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
-    if reading.bound is not None or reading.factor_after != 1.0:
+    given = arguments(node)
+    beta, alpha = float(given["beta"]), float(given["alpha"])
+    if not reading.is_untouched:
         raise NoMatch("its scores are scaled after a bias was added")
-    scores = _with_bias(reading.scores, bias, beta, statics) if beta else reading.scores  # type: ignore[arg-type]
-    return replace(scores, scale=alpha), _plain(left), _transposed(right)  # type: ignore[arg-type]
+    scores = _with_bias(reading.scores, given["self"], beta, statics) if beta else reading.scores
+    return replace(scores, scale=alpha), _plain(given["batch1"]), _transposed(given["batch2"])
 
 
 def _keeps_pairs(node: fx.Node) -> bool:
@@ -370,13 +374,9 @@ def _is_maximum_over_keys(node: Any, scores: fx.Node) -> bool:
         return False
     if source.args[0] is not scores or (source is not node and node.args[1] != 0) or shape_of(node)[-1:] != (1,):
         return False
-    dims = source.args[1] if len(source.args) > 1 else []
+    dims = arguments(source)["dim"]
     last = len(shape_of(scores)) - 1
     return any(dim in (-1, last) for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 # Products
@@ -442,7 +442,8 @@ def _follow_weights(softmax: fx.Node, has_sinks: bool) -> tuple[float, fx.Node]:
             raise NoMatch("its weights are used for something else than the values")
         user = users[0]
         if user.target is aten.dropout.default:
-            dropout = max(dropout, float(user.args[1]) if user.args[2] else 0.0)  # type: ignore[arg-type]
+            given = arguments(user)
+            dropout = max(dropout, float(given["p"]) if given["train"] else 0.0)
         elif user.target is aten.slice.Tensor and has_sinks and _drops_sink(user):
             has_sinks = False
         elif not _keeps_pairs(user):
@@ -453,9 +454,9 @@ def _follow_weights(softmax: fx.Node, has_sinks: bool) -> tuple[float, fx.Node]:
 
 
 def _drops_sink(node: fx.Node) -> bool:
-    before, after = shape_of(node.args[0])[-1], shape_of(node)[-1]  # type: ignore[arg-type]
-    start = node.args[2] if len(node.args) > 2 else 0
-    return start in (0, None) and size_expression(before) - size_expression(after) == 1
+    given = arguments(node)
+    before, after = shape_of(given["self"])[-1], shape_of(node)[-1]
+    return given["start"] in (0, None) and size_expression(before) - size_expression(after) == 1
 
 
 def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
@@ -463,7 +464,7 @@ def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, 
         return _plain(output.args[1]), _identity(output)  # type: ignore[arg-type]
     if output.target is aten.einsum.default:
         return _einsum_value(output, weights)
-    raise NoMatch(f"its weights go into {_name(output)}, not into a product with values")
+    raise NoMatch(f"its weights go into {shown_name(output)}, not into a product with values")
 
 
 def _einsum_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from tree_compile.errors import TokenMixingError
-from tree_compile.passes.report import PassReport
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.nodes import arguments
 from tree_compile.passes.source import source_line
 
 
@@ -17,19 +18,13 @@ class RefuseBatchNorm:
 
     name: str = field(default="batch norm", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         for node in graph_module.graph.nodes:
-            if "batch_norm" in str(node.target) and node.op == "call_function" and _trains(node):
+            if "batch_norm" in str(node.target) and node.op == "call_function" and arguments(node).get("training"):
                 raise TokenMixingError(
                     "BatchNorm in training mode normalizes over the tokens of the batch.",
                     where=source_line(node),
                     why="its statistics would count a shared token once, and mix all sequences of a row.",
                     hint="use LayerNorm or RMSNorm, or put the BatchNorm modules into eval mode.",
                 )
-        return PassReport(self.name, ())
-
-
-def _trains(node: fx.Node) -> bool:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return bool(values.get("training"))
+        return ()

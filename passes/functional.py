@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch._C._functorch import is_batchedtensor
 
 from tree_compile.errors import LengthDependentError, TokenMixingError
-from tree_compile.passes.random import draws
-from tree_compile.passes.report import PassReport
+from tree_compile.passes.draws import draws
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.nodes import ancestors, operator_name, shown_name
 from tree_compile.passes.shapes import call, size_expression
 from tree_compile.passes.source import source_line
 
@@ -40,10 +41,10 @@ class Functionalize:
 
     name: str = field(default="functional", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         graph = graph_module.graph
         for node in list(graph.nodes):
-            if node.op == "call_function" and _operator_name(node) in _ASSERTS:
+            if node.op == "call_function" and operator_name(node) in _ASSERTS:
                 graph.erase_node(node)
         memory = _Memory(graph)
         for node in list(graph.nodes):
@@ -53,11 +54,7 @@ class Functionalize:
             if node.target is torch.ops.aten.type_as.default:
                 # The other tensor gives its dtype alone; its values are of no use.
                 node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.meta["val"].dtype)
-        return PassReport(self.name, ())
-
-
-def _operator_name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
+        return ()
 
 
 def writes(node: fx.Node) -> bool:
@@ -146,16 +143,13 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
 
 def _comes_from_length(arguments: Any) -> bool:
     """Whether the arguments are made from the number of tokens, and not from the tokens themselves."""
-    seen: set[fx.Node] = set()
-    stack = [argument for argument in arguments if isinstance(argument, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            return False
-        if node not in seen and node.target is not torch.ops.aten.sym_size.int:
-            stack.extend(node.all_input_nodes)
-        seen.add(node)
-    return any(node.target is torch.ops.aten.sym_size.int for node in seen)
+    nodes = [argument for argument in arguments if isinstance(argument, fx.Node)]
+    found = ancestors(nodes, ends=_is_size)
+    return any(_is_size(node) for node in found) and all(node.op != "placeholder" for node in found)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int
 
 
 def _written(node: fx.Node) -> fx.Node:
@@ -238,7 +232,7 @@ def _length_dependent(node: fx.Node) -> LengthDependentError:
 
 def _refusal(node: fx.Node, why: str) -> TokenMixingError:
     return TokenMixingError(
-        f"The operation {_operator_name(node)} cannot be followed.",
+        f"The operation {shown_name(node)} cannot be followed.",
         where=source_line(node),
         why=why + ".",
         hint="write it without in-place operations.",

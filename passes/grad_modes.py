@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import CaptureError, LostGradientError
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.functional import storages, writes
-from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import inherited
 from tree_compile.passes.source import source_line
 
@@ -34,11 +34,11 @@ class InlineGradModes:
 
     name: str = field(default="gradient modes", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         while regions := [node for node in graph_module.graph.nodes if node.target in (_GRAD_MODE, _AUTOCAST)]:
             for region in regions:
                 _inline(graph_module, region)
-        return PassReport(self.name, ())
+        return ()
 
 
 def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:

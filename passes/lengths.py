@@ -1,20 +1,26 @@
-"""Static values that might be others at one single number of tokens T: those in which T is more than a size.
+"""For which numbers of tokens T static values say the same, beyond those T at which they were evaluated.
 
 Where T is the size of ranges, tables and masks alone, and every operator gives for a prefix of its arguments the prefix
-of its result, a value at a token cannot change with T.
+of its result, a value at a token cannot change with T. A value in which T is more than a size might be another at one
+single T: every T is tried. What masks say beyond all T that were tried follows from their operators.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor
+from tree_compile.passes.nodes import ancestors, arguments, operator_name
+from tree_compile.passes.probing import SMALL, constants, evaluate_if_possible, numbers
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
 
 
 def _names(names: str) -> frozenset[str]:
@@ -25,9 +31,16 @@ _KEEP_PREFIXES = _names(
     "view reshape _unsafe_view unflatten expand expand_as view_as unsqueeze squeeze transpose permute movedim swapaxes "
     "t mT contiguous clone to _to_copy detach alias lift_fresh_copy stack repeat repeat_interleave view_as_real "
     "view_as_complex ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like scalar_tensor where "
-    "masked_fill type_as copy outer polar __and__ __or__ __xor__ floor_divide cumsum diff tril triu"
+    "masked_fill copy outer polar __and__ __or__ __xor__ floor_divide cumsum diff tril triu"
 )
 """Unless T is one of their arguments, other than as a size. Operators that torch tags as pointwise need no entry."""
+_PLAIN = _names(
+    "arange sym_size add sub unsqueeze slice select expand view reshape permute transpose index to clone detach alias "
+    "lift_fresh_copy le lt ge gt eq ne __and__ __or__ logical_and logical_or logical_not bitwise_and bitwise_or "
+    "bitwise_not ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like scalar_tensor where "
+    "masked_fill diff cumsum floor_divide tril triu"
+)
+"""Operators of masks that compare positions, moved by constants, with each other."""
 _PICK_ROWS = _names("index embedding index_select gather")
 _COUNT = _names("arange sym_size unsqueeze expand view reshape slice clone to detach alias ones cumsum")
 _PARTS = _names("split split_with_sizes chunk unbind")
@@ -45,7 +58,7 @@ def that_may_change(graph: fx.Graph, static: Iterable[fx.Node], symbol: sympy.Sy
 
 
 def _keeps_prefixes(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    name = _name(node)
+    name = operator_name(node)
     if any(factor not in (0, 1) for factor in _factors(node, symbol)):
         return False
     if name in _RULES:
@@ -55,29 +68,25 @@ def _keeps_prefixes(node: fx.Node, symbol: sympy.Symbol) -> bool:
     return name in _KEEP_PREFIXES or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
-
-
 def _factors(node: Any, symbol: sympy.Symbol) -> list[int]:
     return [token_factor(size, symbol) for size in shape_of(node)]
 
 
 def _range_from_a_constant(node: fx.Node, _symbol: sympy.Symbol) -> bool:
-    starts = node.args[: min(len(node.args) - 1, 1)]
-    return not any(is_size(number) for number in (*starts, *node.args[2:]))
+    given = arguments(node)
+    return not any(is_size(given.get(name)) for name in ("start", "step"))
 
 
 def _part_from_the_front(node: fx.Node, _symbol: sympy.Symbol) -> bool:
-    start: Any
-    end: Any
-    start, end, *step = (*node.args, *(None, 0, 0, None)[len(node.args) :])[2:]
+    given = arguments(node)
+    start, end = given["start"], given.get("end")
     is_from_the_front = start is None or (isinstance(start, int) and start >= 0)
-    return is_from_the_front and not (isinstance(end, int) and end < 0) and not any(is_size(number) for number in step)
+    return is_from_the_front and not (isinstance(end, int) and end < 0) and not is_size(given.get("step"))
 
 
 def _one_from_the_front(node: fx.Node, _symbol: sympy.Symbol) -> bool:
-    return isinstance(node.args[2], int) and node.args[2] >= 0
+    index = arguments(node)["index"]
+    return isinstance(index, int) and index >= 0
 
 
 def _rows_by_number(node: fx.Node, symbol: sympy.Symbol) -> bool:
@@ -87,32 +96,27 @@ def _rows_by_number(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 
 def _counts_up(node: fx.Node) -> bool:
-    stack, seen = [node], {node}
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return all(node.op == "placeholder" or _name(node) in _COUNT or _adds_a_count(node) for node in seen)
+    return all(
+        source.op == "placeholder" or operator_name(source) in _COUNT or _adds_a_count(source)
+        for source in ancestors([node])
+    )
 
 
 def _adds_a_count(node: fx.Node) -> bool:
-    added: Any = node.args[1] if _name(node) == "add" else None
+    added: Any = node.args[1] if operator_name(node) == "add" else None
     return isinstance(added, int) and added >= 0 and not node.kwargs
 
 
 def _joined(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    dim: Any = node.args[1] if len(node.args) > 1 else 0
-    return _factors(node, symbol)[dim] == 0
+    return _factors(node, symbol)[arguments(node)["dim"]] == 0
 
 
 def _taken_apart(node: fx.Node, symbol: sympy.Symbol) -> bool:
     """A part of a tensor that was split along something else than the tokens."""
     source: Any = node.args[0]
-    if _name(source) not in _PARTS or any(is_size(argument) for argument in source.args):
+    if operator_name(source) not in _PARTS or any(is_size(argument) for argument in source.args):
         return False
-    dim: Any = source.args[-1] if len(source.args) > (1 if _name(source) == "unbind" else 2) else 0
-    return _factors(source.args[0], symbol)[dim] == 0
+    return _factors(source.args[0], symbol)[arguments(source)["dim"]] == 0
 
 
 def _product(node: fx.Node, symbol: sympy.Symbol) -> bool:
@@ -132,3 +136,82 @@ _RULES: dict[str, Callable[[fx.Node, sympy.Symbol], bool]] = {
     "mm": _product,
     **dict.fromkeys(_PICK_ROWS, _rows_by_number),
 }
+
+
+# Every length
+
+
+def say_the_same(graph_module: fx.GraphModule, nodes: set[fx.Node], tried: int) -> bool:
+    """Whether masks made of `nodes` that look the same at all T up to `tried` look the same at every T.
+
+    They compare positions with each other, and every constant in them is small against what was evaluated.
+    """
+    operators = [node for node in nodes if node.op == "call_function"]
+    # Of numbers made from T itself, as by Python's own `+`, nothing is known.
+    if any(not isinstance(node.target, OpOverload) or operator_name(node) not in _PLAIN for node in operators):
+        return False
+    buffers = [attrgetter(str(node.target))(graph_module) for node in nodes if node.op == "get_attr"]
+    if any(not isinstance(buffer, Tensor) or buffer.numel() > 1 for buffer in buffers):
+        return False
+    divisors = {node.args[1] for node in operators if operator_name(node) == "floor_divide"}
+    if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > tried // 2:  # type: ignore[arg-type]
+        return False
+    moves = [node for node in operators if operator_name(node) in ("add", "sub")]
+    if any("alpha" in node.kwargs for node in moves):
+        return False
+    moved = sum(abs(number) for node in moves for number in numbers(node.args) if abs(number) > SMALL)
+    places = constants(graph_module, nodes - _fills(operators))
+    return 2 * moved < tried and all(2 * constant < tried for constant in places)
+
+
+def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes whose numbers are values of a mask, not places."""
+    names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
+    return {node for node in nodes if operator_name(node) in names}
+
+
+def changed_at_some_length(
+    graph_module: fx.GraphModule,
+    nodes: set[fx.Node],
+    longest: Mapping[fx.Node, Tensor],
+    drifting: Container[fx.Node],
+    greatest: int,
+) -> set[fx.Node]:
+    """Nodes with a value at a long T that say something else at some T up to `greatest`.
+
+    Args:
+        graph_module: the graph.
+        nodes: its static nodes.
+        longest: the nodes in question, each with its value at a T of at least `greatest`.
+        drifting: those that may move as a whole.
+        greatest: the greatest T to try.
+    """
+    symbol = token_symbol(graph_module.graph)
+    changed: set[fx.Node] = set()
+    for tokens in range(2, greatest + 1):
+        for node, value in (evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
+            dims = [dim for dim, factor in enumerate(_factors(node, symbol)) if factor == 1]
+            moves = node in drifting
+            if not (same_steps(value, longest[node], dims[0]) if moves else is_prefix(value, longest[node], dims)):
+                changed.add(node)
+    return changed
+
+
+def is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a value at one T says what that at a greater T says, along the token dimensions `dims`."""
+    for dim in dims:
+        larger = larger.narrow(dim, 0, smaller.shape[dim])
+    if torch.equal(smaller, larger):
+        return True
+    same_gaps = torch.equal(smaller.isnan(), larger.isnan())
+    return same_gaps and bool((smaller.nan_to_num() == larger.nan_to_num()).all())
+
+
+def same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
+    """As `is_prefix`, for each value less its own first number along `dim`, up to rounding."""
+    larger_start = larger.narrow(dim, 0, smaller.shape[dim])
+    both = torch.stack([smaller, larger_start]).double()
+    firsts = both.narrow(dim + 1, 0, 1)
+    rounding = 2 * torch.finfo(smaller.dtype).eps * torch.maximum(both.abs(), firsts.abs()).amax(0)
+    steps = both - firsts
+    return bool(((steps[0] - steps[1]).abs() <= rounding).all())

@@ -61,15 +61,14 @@ class PairForm:
     """What a pair table says.
 
     Attributes:
-        visibility: the closed form of its mask, or None where only the table itself says it.
+        visibility: the closed form of its mask; None where mask or bias have none, and the table itself has to be
+            gathered.
         slopes: `[heads]` float64: the bias is `slope * k`, up to a constant per query, which softmax does not see;
             None where there is no bias.
-        dense: True where mask or bias have no closed form: the table itself has to be gathered.
     """
 
     visibility: Visibility | None
     slopes: Tensor | None = None
-    dense: bool = False
 
 
 def pair_form(samples: Sequence[Tensor]) -> PairForm:
@@ -85,12 +84,28 @@ def pair_form(samples: Sequence[Tensor]) -> PairForm:
     visible, bias = split_mask(samples[-1])
     _require_causal(visible)
     visibility = _visibility([split_mask(sample)[0] for sample in samples])
-    if visibility is None:
-        return PairForm(None, dense=True)
-    if bias is None or not bool((bias != 0).any()):
+    if visibility is None or bias is None or not bool((bias != 0).any()):
         return PairForm(visibility)
     slopes = _slopes(bias, visible)
-    return PairForm(visibility, slopes, dense=slopes is None)
+    return PairForm(visibility if slopes is not None else None, slopes)
+
+
+def as_visibility(table: Tensor, hides: bool) -> Tensor:
+    """A mask that is True where something is visible, of one that is True where it is hidden; biases as they are."""
+    return ~table if hides else table
+
+
+def sum_of_masks(tables: Sequence[Tensor]) -> Tensor:
+    """Several masks at once: hidden by one is hidden; biases add up."""
+    if len(tables) == 1:
+        return tables[0]
+    if all(table.dtype == torch.bool for table in tables):
+        return torch.stack(torch.broadcast_tensors(*tables)).all(0)
+    total = torch.zeros(())
+    for table in tables:
+        hidden = torch.full((), -float("inf"))
+        total = total + (torch.where(table, 0.0, hidden) if table.dtype == torch.bool else table)
+    return total
 
 
 def split_mask(table: Tensor) -> tuple[Tensor, Tensor | None]:

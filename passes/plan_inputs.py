@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tree_compile.passes.nodes import is_number_of_tokens
 from tree_compile.passes.static_values import StaticValues
 from tree_compile.runtime.tables import pair_at_positions
 
@@ -114,7 +115,7 @@ class RowTables:
         while stack:
             current = stack[-1]
             missing = [source for source in current.all_input_nodes if source not in self._copies]
-            if self._is_number_of_tokens(current):
+            if is_number_of_tokens(current):
                 self._copies[current] = plan_input(self._graph, "plan_length")
             elif current.op == "get_attr":
                 self._copies[current] = current
@@ -132,9 +133,6 @@ class RowTables:
         copy.meta[OUTSIDE] = True
         copy.meta.pop("nn_module_stack", None)
         return copy
-
-    def _is_number_of_tokens(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node.target is torch.ops.aten.sym_size.int
 
     def _insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._top):

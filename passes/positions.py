@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from tree_compile.errors import LengthDependentError
-from tree_compile.guards import LengthLimit
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.nodes import ancestors, arguments
 from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
-from tree_compile.passes.report import Finding, PassReport
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Fill, LengthDependent, StaticValues, Table
@@ -45,7 +44,7 @@ class RewritePositions:
     tables: RowTables
     name: str = field(default="positions", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         findings = []
         for node, kind in self.statics.kinds.items():
             users = [user for user in node.users if user not in self.statics.nodes and not _is_row_number(node, user)]
@@ -55,7 +54,7 @@ class RewritePositions:
                 raise _length_dependent(node, kind)
             if isinstance(kind, Table):
                 findings.append(self._gather(node, kind, users))
-            elif isinstance(kind, Fill) and _comes_from_a_buffer(node):
+            elif isinstance(kind, Fill) and any(source.op == "get_attr" for source in ancestors([node])):
                 self._gather_fill(node, users)
         symbol = token_symbol(graph_module.graph)
         first_rows = [
@@ -64,7 +63,7 @@ class RewritePositions:
             if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_first_rows(node, symbol)
         ]
         findings += [_rows_at_positions(graph_module.graph, node) for node in first_rows]
-        return PassReport(self.name, tuple(findings))
+        return tuple(findings)
 
     def _gather(self, node: fx.Node, kind: Table, users: list[fx.Node]) -> Finding:
         if kind.first is not None:
@@ -73,7 +72,7 @@ class RewritePositions:
             gathered, became = self.tables.at_positions(node, kind.dim), "gathered at the position of every token"
         for user in users:
             user.replace_input_with(node, gathered)
-        return Finding(node.name, "position table", became, source_line(node), module_path(node))
+        return Finding("position table", became, source_line(node), module_path(node))
 
     def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
         """A buffer that says the same for all tokens may be shorter than a row; it is long enough for a sequence."""
@@ -86,26 +85,22 @@ class RewritePositions:
 
 def _takes_first_rows(node: fx.Node, symbol: sympy.Symbol) -> bool:
     """Whether `node` takes the first T of more rows, such as learned embeddings of positions."""
-    source: Any
-    dim: Any
-    source, dim, start, _, step = (*node.args, *(None, 0, 0, None, 1)[len(node.args) :])[:5]
-    if node.target not in (aten.slice.Tensor, aten.narrow.default) or start not in (0, None) or step != 1:
+    if node.target not in (aten.slice.Tensor, aten.narrow.default):
         return False
-    rows, taken = shape_of(source)[dim], shape_of(node)[dim]
+    given = arguments(node)
+    if given["start"] not in (0, None) or given.get("step", 1) != 1:
+        return False
+    rows, taken = shape_of(given["self"])[given["dim"]], shape_of(node)[given["dim"]]
     return isinstance(rows, int) and size_expression(taken) == symbol
 
 
 def _rows_at_positions(graph: fx.Graph, node: fx.Node) -> Finding:
-    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    source, dim = node.args[0], arguments(node)["dim"]
     with graph.inserting_before(node):
         taken = call(graph, aten.index_select.default, (source, dim, plan_input(graph, "plan_position")), node.meta)
     node.replace_all_uses_with(taken)
     became = "the row of every token's position"
-    return Finding(node.name, "position table", became, source_line(node), module_path(node))
-
-
-def _comes_from_a_buffer(node: fx.Node) -> bool:
-    return any(source.op == "get_attr" or _comes_from_a_buffer(source) for source in node.all_input_nodes)
+    return Finding("position table", became, source_line(node), module_path(node))
 
 
 def _is_row_number(node: fx.Node, user: fx.Node) -> bool:
@@ -113,31 +108,6 @@ def _is_row_number(node: fx.Node, user: fx.Node) -> bool:
     if user.target not in _USES_AS_ROW_NUMBER:
         return False
     return user.args[0] is not node and any(not isinstance(size, int) for size in shape_of(user.args[0]))  # type: ignore[arg-type]
-
-
-def position_limit(statics: StaticValues) -> LengthLimit:
-    """The longest sequence whose positions all have a row in the model's embeddings of positions."""
-    limit = LengthLimit()
-    for node, kind in statics.kinds.items():
-        if not isinstance(kind, Table) or kind.first is None:
-            continue
-        for user in node.users:
-            if (found := _rows_indexed(user, node)) is not None:
-                rows = found - kind.first
-                if limit.tokens is None or rows < limit.tokens:
-                    limit = LengthLimit(rows, source_line(user))
-    return limit
-
-
-def _rows_indexed(user: fx.Node, index: fx.Node) -> int | None:
-    """How many rows there are for `user` to take by the numbers `index`; None where it does not take any."""
-    args: Any = user.args
-    if user.target is aten.embedding.default and args[1] is index:
-        return int(shape_of(args[0])[0])
-    if user.target is aten.index.Tensor and index in args[1]:
-        rows = shape_of(args[0])[args[1].index(index)]
-        return rows if isinstance(rows, int) else None
-    return None
 
 
 def _length_dependent(node: fx.Node, kind: LengthDependent | Drifting) -> LengthDependentError:

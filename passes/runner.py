@@ -1,19 +1,29 @@
-"""Runs passes over a graph: checks it before and after each, cleans it, and keeps its text and the pass's report."""
+"""Runs passes over a graph: after each it is cleaned and checked, and its text and what was found are kept."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
+from tree_compile.passes.finding import Finding
 from tree_compile.passes.functional import writes
-from tree_compile.passes.report import PassReport
 
-Pass = Callable[[fx.GraphModule], PassReport]
+
+class Pass(Protocol):
+    """Changes a graph in place, or refuses it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the stage that the graph is in after it."""
+        ...
+
+    def __call__(self, graph_module: fx.GraphModule, /) -> tuple[Finding, ...]:
+        """Returns what it rewrote, in the order of the graph."""
+        ...
 
 
 @dataclass
@@ -22,25 +32,20 @@ class Trail:
 
     Attributes:
         stages: the graph's code after each pass, by the pass's name, and as captured.
-        reports: the passes' reports, in order.
-        seconds: time that each pass took.
+        findings: what the passes found, in order.
     """
 
     stages: dict[str, str] = field(default_factory=dict)
-    reports: list[PassReport] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
 
 
 def run_pass(graph_module: fx.GraphModule, graph_pass: Pass, trail: Trail) -> None:
     """Runs one pass, removes what nothing uses any more, and checks the graph."""
-    began = time.perf_counter()
-    report = graph_pass(graph_module)
+    trail.findings += graph_pass(graph_module)
     remove_unused(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
-    trail.seconds[report.name] = time.perf_counter() - began
-    trail.stages[report.name] = readable(graph_module)
-    trail.reports.append(report)
+    trail.stages[graph_pass.name] = readable(graph_module)
 
 
 def remove_unused(graph: fx.Graph) -> None:

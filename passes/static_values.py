@@ -1,24 +1,25 @@
 """Static values: what depends on T, constants and buffers alone, and what such a value means.
 
-A static value is classified by its values, never by the operations that made it: the static part of the graph is run
-at several numbers of tokens, below and above every constant that occurs in it.
+A static value is classified by its values at several numbers of tokens, never by the operations that made it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from tree_compile.passes.lengths import that_may_change
-from tree_compile.passes.random import draws
+from tree_compile.passes.draws import draws
+from tree_compile.passes.lengths import changed_at_some_length, is_prefix, same_steps, say_the_same, that_may_change
+from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
+from tree_compile.passes.probing import probe
 from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
 
 GREATEST_PAIR = 8_200
@@ -26,10 +27,6 @@ GREATEST_PAIR = 8_200
 GREATEST_TABLE = 1 << 21
 FIRST_REACH = 1_024
 """Greatest T that a first classification holds for, at least; `find_static_values` can be asked for more."""
-_SIZES = (2, 3, 5, 8, 13, 41)
-_SENTINEL = 1 << 40
-"""Numbers from here on mean "to the end" in slices."""
-_SMALL_BUFFER = 64
 
 
 @dataclass(frozen=True)
@@ -123,27 +120,58 @@ def find_static_values(
     frontier = _shared_frontier(graph_module.graph, nodes, symbol)
     wide = {node for node in frontier if sum(token_factor(size, symbol) != 0 for size in shape_of(node)) > 1}
     may_change = that_may_change(graph_module.graph, nodes, symbol)
+    search = _Search(graph_module, nodes, symbol, may_change, longest, reach)
     kinds: dict[fx.Node, Kind] = {}
-    proved: list[int] = []
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
-        samples, tokens = _samples(graph_module, nodes, group, greatest, longest, reach)
-        settled = group is wide and tokens == GREATEST_PAIR and _is_plain(graph_module, _ancestors(group))
-        if group and tokens != longest and not settled:
-            proved.append(tokens)
-        for node in group:
-            _write_shape(node, samples[node], symbol)
-            kinds[node] = _classify(node, list(samples[node].values()), symbol)
-        unsure = {
-            node: samples[node][tokens]
-            for node in group & may_change
-            if not isinstance(kinds[node], (Numbering, LengthDependent))
-        }
-        if unsure:
-            proved.append(min(tokens, reach))
-            for node in _changed_at_some_length(graph_module, nodes, kinds, unsure, proved[-1]):
-                kinds[node] = LengthDependent(_CHANGES)
+        kinds |= search.kinds_of(group, greatest)
     ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
-    return StaticValues(frozenset(nodes), ordered, min(proved, default=None))
+    return StaticValues(frozenset(nodes), ordered, min(search.proved, default=None))
+
+
+@dataclass
+class _Search:
+    """What static nodes mean, group by group; `proved` gets the greatest T for which that is known."""
+
+    graph_module: fx.GraphModule
+    nodes: set[fx.Node]
+    symbol: sympy.Symbol
+    may_change: set[fx.Node]
+    longest: int | None
+    reach: int
+    proved: list[int] = field(default_factory=list)
+
+    def kinds_of(self, group: set[fx.Node], greatest: int) -> dict[fx.Node, Kind]:
+        """The kinds of nodes that are evaluated at T up to `greatest`."""
+        most = min(greatest, self.longest or greatest)
+        found, tokens = probe(self.graph_module, self.nodes, group, most, self.reach)
+        if group and tokens != self.longest and not self._is_settled(group, tokens, greatest):
+            self.proved.append(tokens)
+        kinds: dict[fx.Node, Kind] = {}
+        for node in group:
+            _write_shape(node, found[node], self.symbol)
+            kinds[node] = _classify(node, list(found[node].values()), self.symbol)
+        return kinds | self._changing(kinds, found, tokens)
+
+    def _is_settled(self, group: set[fx.Node], tokens: int, greatest: int) -> bool:
+        """Whether pair tables that were evaluated at the greatest T say the same at every T."""
+        return tokens == greatest == GREATEST_PAIR and say_the_same(self.graph_module, ancestors(group), tokens)
+
+    def _changing(
+        self, kinds: Mapping[fx.Node, Kind], found: Mapping[fx.Node, Mapping[int, Tensor]], tokens: int
+    ) -> dict[fx.Node, Kind]:
+        """The nodes that looked the same at all T that were tried, and say something else at another."""
+        settled = (Numbering, LengthDependent)
+        unsure = {
+            node: found[node][tokens]
+            for node, kind in kinds.items()
+            if node in self.may_change and not isinstance(kind, settled)
+        }
+        if not unsure:
+            return {}
+        self.proved.append(min(tokens, self.reach))
+        drifting = {node for node in unsure if isinstance(kinds[node], Drifting)}
+        changed = changed_at_some_length(self.graph_module, self.nodes, unsure, drifting, self.proved[-1])
+        return dict.fromkeys(changed, LengthDependent(_CHANGES))
 
 
 def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
@@ -153,7 +181,7 @@ def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
         if node.op == "get_attr":
             is_static = not isinstance(attrgetter(str(node.target))(graph_module), nn.Parameter)
         elif node.op == "call_function":
-            is_static = _is_size_of_input(node) or (
+            is_static = is_number_of_tokens(node) or (
                 all(source in static for source in node.all_input_nodes) and not draws(node)
             )
         else:
@@ -161,45 +189,6 @@ def static_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
         if is_static:
             static.add(node)
     return static
-
-
-def evaluate(
-    graph_module: fx.GraphModule, nodes: set[fx.Node] | frozenset[fx.Node], wanted: Iterable[fx.Node], tokens: int
-) -> dict[fx.Node, Any]:
-    """Values of the static nodes `wanted` at T = `tokens`."""
-    wanted = set(wanted)
-    needed = _ancestors(wanted)
-    remaining = {node: sum(user in needed for user in node.users) for node in needed}
-    values: dict[fx.Node, Any] = {}
-    for node in graph_module.graph.nodes:
-        if node not in needed or node not in nodes:
-            continue
-        values[node] = _value(graph_module, node, values, tokens)
-        for source in node.all_input_nodes:
-            remaining[source] -= 1
-            if remaining[source] == 0 and source not in wanted:
-                values.pop(source, None)
-    return {node: values[node] for node in wanted}
-
-
-def _value(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any], tokens: int) -> Any:
-    if node.op == "get_attr":
-        return attrgetter(str(node.target))(graph_module)
-    if _is_size_of_input(node):
-        return tokens
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
-    seen, stack = set(nodes), list(nodes)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return seen
 
 
 def _frontier(graph: fx.Graph, static: set[fx.Node]) -> set[fx.Node]:
@@ -236,194 +225,8 @@ def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
         return False
     if before.count(1) != 1 or after.count(1) != 1:
         return False
-    cut: Any = node.args[1]
-    return node.target is torch.ops.aten.unsqueeze.default or cut % len(before) != before.index(1)
-
-
-def _is_size_of_input(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder"  # type: ignore[union-attr]
-
-
-# Probing
-
-
-def _constants(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> list[int]:
-    """Whole numbers that occur in the given nodes: windows, chunks, lengths at which something switches."""
-    found: set[int] = set()
-    for node in nodes:
-        numbers = [*_numbers(node.args), *_numbers(tuple(node.kwargs.values()))]
-        if node.op == "get_attr":
-            value = attrgetter(str(node.target))(graph_module)
-            if isinstance(value, Tensor) and value.numel() <= _SMALL_BUFFER and not value.is_complex():
-                numbers += [number for number in value.flatten().tolist() if math.isfinite(number)]
-        found |= {abs(int(number)) for number in numbers if abs(number) < _SENTINEL}
-    return sorted(number for number in found if number > 2)
-
-
-def _numbers(args: Any) -> Iterable[int | float]:
-    for arg in args if isinstance(args, (tuple, list)) else (args,):
-        if isinstance(arg, (tuple, list)):
-            yield from _numbers(arg)
-        elif isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg and abs(arg) != float("inf"):
-            yield arg
-
-
-def _probe_sizes(constants: Sequence[int], greatest: int, reach: int) -> list[int]:
-    small = [c + step for c in constants if c <= 512 for step in (-1, 0, 1, 2)]
-    large = [c + 1 for c in constants if c > 512]
-    double = [2 * c + 1 for c in constants]
-    return sorted({size for size in (*_SIZES, *small, *large, *double, min(reach, greatest)) if 2 <= size <= greatest})
-
-
-def _samples(
-    graph_module: fx.GraphModule,
-    nodes: set[fx.Node],
-    wanted: set[fx.Node],
-    greatest: int,
-    longest: int | None,
-    reach: int,
-) -> tuple[dict[fx.Node, dict[int, Tensor]], int]:
-    """The values of every wanted node, by number of tokens; and the T up to which there are values."""
-    samples: dict[fx.Node, dict[int, Tensor]] = {node: {} for node in wanted}
-    constants = _constants(graph_module, _ancestors(wanted))
-    done = 0
-    for tokens in _probe_sizes(constants, min(greatest, longest or greatest), reach) if wanted else ():
-        values = _evaluate_if_possible(graph_module, nodes, wanted, tokens)
-        done = tokens if values is not None else _last_possible(graph_module, nodes, wanted, done, tokens)
-        if values is None and done:
-            values = evaluate(graph_module, nodes, wanted, done)
-        for node, value in (values or {}).items():
-            samples[node][done] = value
-        if done != tokens:
-            break
-    return samples, done
-
-
-def _evaluate_if_possible(
-    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], tokens: int
-) -> dict[fx.Node, Tensor] | None:
-    """None where a buffer ends before `tokens` (a mask of `max_length` rows, say)."""
-    try:
-        return evaluate(graph_module, nodes, wanted, tokens)
-    except (IndexError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
-            raise
-        return None
-
-
-def _last_possible(
-    graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], possible: int, impossible: int
-) -> int:
-    while impossible - possible > 1:
-        middle = (possible + impossible) // 2
-        if _evaluate_if_possible(graph_module, nodes, wanted, middle) is None:
-            impossible = middle
-        else:
-            possible = middle
-    return possible
-
-
-_PLAIN = frozenset(
-    [
-        "arange",
-        "sym_size",
-        "add",
-        "sub",
-        "unsqueeze",
-        "slice",
-        "select",
-        "expand",
-        "view",
-        "reshape",
-        "permute",
-        "transpose",
-        "index",
-        "to",
-        "clone",
-        "detach",
-        "alias",
-        "lift_fresh_copy",
-        "le",
-        "lt",
-        "ge",
-        "gt",
-        "eq",
-        "ne",
-        "__and__",
-        "__or__",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "ones",
-        "zeros",
-        "full",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "ones_like",
-        "zeros_like",
-        "full_like",
-        "scalar_tensor",
-        "where",
-        "masked_fill",
-        "diff",
-        "cumsum",
-        "floor_divide",
-        "tril",
-        "triu",
-    ]
-)
-"""Operators of masks that compare positions, moved by constants, with each other."""
-
-
-def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
-    """Whether masks that look the same at all T up to GREATEST_PAIR look the same at every T.
-
-    They compare positions with each other, and every constant in them is small against what was evaluated.
-    """
-    operators = [node for node in nodes if node.op == "call_function"]
-    if any(getattr(node.target, "_opname", "") not in _PLAIN for node in operators):
-        return False
-    buffers = [attrgetter(str(node.target))(graph_module) for node in nodes if node.op == "get_attr"]
-    if any(not isinstance(buffer, Tensor) or buffer.numel() > 1 for buffer in buffers):
-        return False
-    divisors = {node.args[1] for node in operators if node.target._opname == "floor_divide"}  # type: ignore[union-attr]
-    if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > GREATEST_PAIR // 2:  # type: ignore[arg-type]
-        return False
-    moves = [node for node in operators if node.target._opname in ("add", "sub")]  # type: ignore[union-attr]
-    if any("alpha" in node.kwargs for node in moves):
-        return False
-    moved = sum(abs(number) for node in moves for number in _numbers(node.args) if abs(number) > _SMALL_BUFFER)
-    constants = _constants(graph_module, nodes - _fills(operators))
-    return 2 * moved < GREATEST_PAIR and all(2 * constant < GREATEST_PAIR for constant in constants)
-
-
-def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes whose numbers are values of a mask, not places."""
-    names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
-    return {node for node in nodes if node.target._opname in names}  # type: ignore[union-attr]
-
-
-def _changed_at_some_length(
-    graph_module: fx.GraphModule,
-    nodes: set[fx.Node],
-    kinds: Mapping[fx.Node, Kind],
-    longest: Mapping[fx.Node, Tensor],
-    greatest: int,
-) -> set[fx.Node]:
-    """Of the nodes with a value at a long T, those that say something else at some T up to `greatest`."""
-    symbol = token_symbol(graph_module.graph)
-    changed: set[fx.Node] = set()
-    for tokens in range(2, greatest + 1):
-        for node, value in (_evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
-            dims = [dim for dim, size in enumerate(shape_of(node)) if token_factor(size, symbol) == 1]
-            drifts = isinstance(kinds[node], Drifting)
-            if not (_same_steps(value, longest[node], dims[0]) if drifts else _is_prefix(value, longest[node], dims)):
-                changed.add(node)
-    return changed
+    is_unsqueezed = node.target is torch.ops.aten.unsqueeze.default
+    return is_unsqueezed or arguments(node)["dim"] % len(before) != before.index(1)
 
 
 # Meaning
@@ -455,7 +258,7 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     if any(factor not in (0, 1) for factor in factors):
         return Numbering()
     dims = [dim for dim, factor in enumerate(factors) if factor == 1]
-    if not samples or not all(_is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
+    if not samples or not all(is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
         if len(dims) == 1 and len(samples) > 2 and _drifts(samples, dims[0]):
             return Drifting(dims[0], _greatest(samples))
         return LengthDependent(_CHANGES)
@@ -471,29 +274,11 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     return LengthDependent("it has token dimensions that are not those of a mask")
 
 
-def _is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:
-    for dim in dims:
-        larger = larger.narrow(dim, 0, smaller.shape[dim])
-    if torch.equal(smaller, larger):
-        return True
-    same_gaps = torch.equal(smaller.isnan(), larger.isnan())
-    return same_gaps and bool((smaller.nan_to_num() == larger.nan_to_num()).all())
-
-
 def _drifts(samples: Sequence[Tensor], dim: int) -> bool:
     """Whether every sample, less its value at the first token, is a prefix of the next, up to rounding."""
     if not samples[0].is_floating_point() or not all(bool(sample.isfinite().all()) for sample in samples):
         return False
-    return all(_same_steps(smaller, larger, dim) for smaller, larger in itertools.pairwise(samples))
-
-
-def _same_steps(smaller: Tensor, larger: Tensor, dim: int) -> bool:
-    larger_start = larger.narrow(dim, 0, smaller.shape[dim])
-    both = torch.stack([smaller, larger_start]).double()
-    firsts = both.narrow(dim + 1, 0, 1)
-    rounding = 2 * torch.finfo(smaller.dtype).eps * torch.maximum(both.abs(), firsts.abs()).amax(0)
-    steps = both - firsts
-    return bool(((steps[0] - steps[1]).abs() <= rounding).all())
+    return all(same_steps(smaller, larger, dim) for smaller, larger in itertools.pairwise(samples))
 
 
 def _greatest(samples: Sequence[Tensor]) -> float:

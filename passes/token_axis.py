@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
+from tree_compile.passes.draws import draws
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.plan_inputs import OUTSIDE
-from tree_compile.passes.report import PassReport
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
 from tree_compile.passes.source import source_line
-from tree_compile.passes.token_rules import RULES, TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
-from tree_compile.runtime.attention import tree_attention
+from tree_compile.passes.token_rules import TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ProveTokenAxis:
 
     name: str = field(default="token axis", init=False)
 
-    def __call__(self, graph_module: fx.GraphModule) -> PassReport:
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         symbol = token_symbol(graph_module.graph)
         known: dict[fx.Node, Result] = {}
         for node in graph_module.graph.nodes:
@@ -45,7 +45,7 @@ class ProveTokenAxis:
                 _require_per_token(node, known)
             elif not is_size(node):
                 known[node] = _result(node, known, symbol)
-        return PassReport(self.name, ())
+        return ()
 
 
 def _result(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:
@@ -69,7 +69,7 @@ def _per_token(node: fx.Node, symbol: sympy.Symbol) -> Value:
 
 def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:
     rule = rule_of(node.target)
-    step = Step(node, known, symbol, _arguments(node))
+    step = Step(node, known, symbol, arguments(node))
     try:
         if rule is None:
             return _without_tokens(step)
@@ -86,25 +86,12 @@ def _without_tokens(step: Step) -> Result:
     values = results if isinstance(results, (tuple, list)) else (results,)
     sees_tokens = any(step.raw(node).has_tokens for node in step.inputs())
     makes_tokens = any(step.factor(size) for value in values if isinstance(value, Tensor) for size in value.shape)
-    if sees_tokens or makes_tokens or _is_random(step.node):
+    if sees_tokens or makes_tokens or draws(step.node):
         raise _unknown(step.node)
     if any(is_size(source) for source in step.node.all_input_nodes):
         raise Mixes(USES_LENGTH)
     shaped = tuple(Value((None,) * value.dim()) for value in values if isinstance(value, Tensor))
     return shaped if isinstance(results, (tuple, list)) else shaped[0]
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return dict(node.kwargs)
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
-    return values | dict(node.kwargs)
 
 
 def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:
@@ -139,8 +126,9 @@ def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
 
 def _mixing(node: fx.Node, why: str) -> RefusedModelError:
     module = _innermost_module(node)
+    what = f"{shown_name(node)} in {module}" if module else shown_name(node)
     return TokenMixingError(
-        f"The operation {_name(node)}{f' in {module}' if module else ''} mixes tokens in a way that no rule covers.",
+        f"The operation {what} mixes tokens in a way that no rule covers.",
         where=source_line(node),
         why=f"{why}.",
         hint="compute it per sequence outside of the model, or from each token and its ancestors alone.",
@@ -149,7 +137,7 @@ def _mixing(node: fx.Node, why: str) -> RefusedModelError:
 
 def _unknown(node: fx.Node) -> UnknownOpError:
     return UnknownOpError(
-        f"The operation {_name(node)} is not known.",
+        f"The operation {shown_name(node)} is not known.",
         where=source_line(node),
         why="there is no rule that says how it treats the token axis, so it cannot be proved to keep sequences apart.",
         hint="if it works token by token, say so: "
@@ -157,28 +145,8 @@ def _unknown(node: fx.Node) -> UnknownOpError:
     )
 
 
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return str(target._schema.name if hasattr(target, "_schema") else getattr(target, "__name__", target))
-
-
 def _innermost_module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     kinds = [kind for _, kind in stack.values()]
     name = kinds[-1] if kinds else ""
     return name.rsplit(".", 1)[-1] if isinstance(name, str) else getattr(name, "__name__", "")
-
-
-def _tree_attention(step: Step) -> Value:
-    """Tokens of queries, keys and values must be in the order of the row."""
-    query, key, value = (step.plain(argument) for argument in step.node.args[:3])
-    for operand in (query, key, value):
-        if operand.axes[2:] != (TOKENS, None):
-            raise Mixes("the keys of its attention are not one for every token of the row")
-    sinks = step.node.kwargs.get("sinks")
-    if sinks is not None and step.raw(sinks).has_tokens:
-        raise Mixes("the sinks of its attention depend on the tokens")
-    return Value((None, None, Axis(), None))
-
-
-RULES[tree_attention] = _tree_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -79,11 +80,14 @@ def test_graph_text_runs_with_the_model_as_self(name: str) -> None:
 
 def test_every_stage_has_a_text_and_others_are_named() -> None:
     tree_model = treecompile(OneHead(), backend="eager")
-    for stage in ("captured", "functional", "attention", "positions", "token axis", "rewritten"):
+    with pytest.raises(ValueError, match="there is no stage 'lowered'; there are ") as raised:
+        tree_model.graph("lowered")
+    stages = re.findall(r"'([^']+)'", str(raised.value).partition("there are ")[2])
+    passes = ["gradient modes", "batch norm", "functional", "attention", "positions", "token axis"]
+    assert stages == ["captured", *passes, "rewritten"]
+    for stage in stages:
         assert "def forward(self, input_ids" in tree_model.graph(stage)
     assert "scaled_dot_product_attention" in tree_model.graph("captured")
-    with pytest.raises(ValueError, match="there are 'captured'"):
-        tree_model.graph("lowered")
 
 
 def test_attention_of_a_window_and_a_softcap() -> None:

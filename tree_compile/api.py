@@ -16,8 +16,9 @@ from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.runtime.plan import Plan, Row, check_options, plan_rows, warm_up
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
+from tree_compile.selfcheck import CheckReport, compare, evaluation, self_check, small_tree, trained_parameters
 from tree_compile.state import State, state_of
+from tree_compile.unpacked import Unpacked
 
 _TOKENS = "input_ids"
 
@@ -93,6 +94,7 @@ class TreeModel(nn.Module):
 
         Raises:
             InputError: the sequences are not usable.
+            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
         """
         if isinstance(sequences, Mapping):
             for name in sequences:
@@ -104,6 +106,7 @@ class TreeModel(nn.Module):
 
         Raises:
             RefusedModelError: the model cannot be proved exact on a prefix tree.
+            SelfCheckError: the rewritten model differs from the unpacked one.
         """
         return explain(self._program(self._last_inputs()))
 
@@ -111,6 +114,8 @@ class TreeModel(nn.Module):
         """The model's graph as Python code: "captured", "rewritten", or the name of a pass for the graph after it.
 
         Raises:
+            RefusedModelError: the model cannot be proved exact on a prefix tree.
+            SelfCheckError: the rewritten model differs from the unpacked one.
             ValueError: there is no such stage.
         """
         stages = self._program(self._last_inputs()).rewritten.trail.stages
@@ -123,14 +128,20 @@ class TreeModel(nn.Module):
 
         Args:
             sequences: what to compare on; a small random tree if left out.
+
+        Raises:
+            InputError: the sequences are not usable.
+            RefusedModelError: the model cannot be proved exact on a prefix tree.
+            SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
         """
         with evaluation(self.unpacked):
             plan = self._random_plan() if sequences is None else self.plan(sequences)
             program = self._program(tuple(plan.rows[0].inputs), plan.rows)
             for row in plan.rows:
                 check_row(row, program.rewritten)
-            parameters = trained_parameters(self.unpacked)
-            return compare(self.unpacked, plan, program.run, program, self._keywords, parameters)
+            unpacked = self._unpacked(tuple(plan.rows[0].inputs))
+            return compare(unpacked, plan, program.run, program, trained_parameters(self.unpacked))
 
     def train(self, mode: bool = True) -> TreeModel:
         """Sets the mode of the model, as `nn.Module.train`."""
@@ -140,12 +151,15 @@ class TreeModel(nn.Module):
 
     def _random_plan(self) -> Plan:
         names = self._last_inputs()
-        return plan_rows(random_sequences(self._program(names), names), min_shared_tokens=1)
+        return plan_rows(small_tree(self._program(names), names), min_shared_tokens=1)
 
     def _rows(self, sequences: Sequences | Row | Plan) -> tuple[Row, ...]:
         if isinstance(sequences, Row):
             return (sequences,)
         return sequences.rows if isinstance(sequences, Plan) else self.plan(sequences).rows
+
+    def _unpacked(self, input_names: tuple[str, ...]) -> Unpacked:
+        return Unpacked(self.unpacked, input_names, self._keywords)
 
     def _last_inputs(self) -> tuple[str, ...]:
         return next((key[0] for key in reversed(self._programs)), (_TOKENS,))
@@ -155,36 +169,35 @@ class TreeModel(nn.Module):
         key = (input_names, state_of(self.unpacked))
         if key not in self._programs:
             self._forget(input_names)
-            program = self._make(input_names)
+            program = self._make(self._unpacked(input_names))
             # The first calls of a model may fill caches.
             key = (input_names, state_of(self.unpacked))
             self._programs[key] = program
-        self._programs[key] = self._made_sure(self._programs[key], input_names, rows)
+        self._programs[key] = self._made_sure(self._programs[key], self._unpacked(input_names), rows)
         return self._programs[key]
 
-    def _make(self, input_names: tuple[str, ...]) -> Program:
-        check_not_wrapped(self.unpacked)
-        program = make_program(self.unpacked, input_names, self._keywords, self._backend)
-        return self._checked(program, input_names) if self._self_check else program
+    def _make(self, unpacked: Unpacked) -> Program:
+        check_not_wrapped(unpacked.model)
+        program = make_program(unpacked, self._backend)
+        return self._checked(program, unpacked) if self._self_check else program
 
-    def _made_sure(self, program: Program, input_names: tuple[str, ...], rows: Sequence[Row]) -> Program:
+    def _made_sure(self, program: Program, unpacked: Unpacked, rows: Sequence[Row]) -> Program:
         """The program with what has to be proved or checked for the lengths of the sequences."""
         longest = max((int(row.sequence_length.max()) for row in rows), default=0)
         proved = program.rewritten.proved
         if proved is not None and longest > proved:
-            program = prove_further(program, self.unpacked, input_names, self._keywords, self._backend, longest)
+            program = prove_further(program, unpacked, self._backend, longest)
         # A capture assumes two tokens at least: code for one token alone is seen by the check only.
         if not program.checked and any(int(row.sequence_length.min()) == 1 for row in rows):
-            program = self._checked(program, input_names)
+            program = self._checked(program, unpacked)
         return program
 
-    def _checked(self, program: Program, input_names: tuple[str, ...]) -> Program:
+    def _checked(self, program: Program, unpacked: Unpacked) -> Program:
         if not program.rewritten.random:
-            self_check(self.unpacked, program, self._keywords, input_names)
+            self_check(unpacked, program)
         else:
-            with evaluation(self.unpacked):
-                calm = make_program(self.unpacked, input_names, self._keywords, "eager")
-                self_check(self.unpacked, calm, self._keywords, input_names)
+            with evaluation(unpacked.model):
+                self_check(unpacked, make_program(unpacked, "eager"))
         return replace(program, checked=True)
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
@@ -229,9 +242,12 @@ def treecompile(
             first call with a sequence of one token, for which the proof does not hold.
 
     Raises:
-        WrappedModelError: the model is wrapped by DDP, FSDP, DataParallel or torch.compile.
+        CaptureError: a parameter is on the meta device.
+        TypeError: `model` is not a module.
         UnsupportedArgumentError: a keyword argument has no meaning on a list of sequences.
         ValueError: an option has no meaning.
+        WrappedModelError: the model is wrapped by DDP, FSDP, DataParallel or torch.compile, is a tree model already, or
+            has distributed parameters.
     """
     check_not_wrapped(model)
     check_keywords(forward_kwargs or {})

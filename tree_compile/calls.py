@@ -156,8 +156,19 @@ def check_row(row: Row, rewritten: Rewritten) -> None:
     """
     if rewritten.vocabulary is not None:
         _check_tokens(row, rewritten.vocabulary)
-    longest = int(row.sequence_length.max())
-    sequence = row.sequence_ids[int(row.sequence_length.argmax())]
+    _check_limits(row, rewritten)
+    _check_proof(row, rewritten)
+    _check_memory(row, rewritten)
+
+
+def _longest(row: Row) -> tuple[int, int]:
+    """Number and length of the longest sequence."""
+    place = int(row.sequence_length.argmax())
+    return row.sequence_ids[place], int(row.sequence_length[place])
+
+
+def _check_limits(row: Row, rewritten: Rewritten) -> None:
+    sequence, longest = _longest(row)
     for limit in rewritten.limits:
         if limit.tokens is not None and longest > limit.tokens:
             raise SequenceTooLongError(
@@ -166,12 +177,19 @@ def check_row(row: Row, rewritten: Rewritten) -> None:
                 why="the model's code ends there.",
                 hint="shorten the sequence, or raise the model's greatest number of positions.",
             )
+
+
+def _check_proof(row: Row, rewritten: Rewritten) -> None:
+    sequence, longest = _longest(row)
     if rewritten.proved is not None and longest > rewritten.proved:
         raise SequenceTooLongError(
             f"Sequence {sequence} has {longest} tokens, and the model's masks are proved for {rewritten.proved}.",
             why="they were evaluated up to there, and are not made of plain comparisons of positions.",
             hint="shorten the sequence, or write the mask as comparisons of positions with constants.",
         )
+
+
+def _check_memory(row: Row, rewritten: Rewritten) -> None:
     if rewritten.dense and len(row.tokens) > DENSE_ROW_TOKENS:
         raise SequenceTooLongError(
             f"A row has {len(row.tokens)} tokens, and this model's mask needs T x T numbers: "

@@ -23,12 +23,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedArgumentError
+from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedOutputError
 from tree_compile.foreign import capturable
-from tree_compile.guards import LengthLimit, length_limit
+from tree_compile.guards import length_limit
+from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
 from tree_compile.patches import replaced
-from tree_compile.rehearsal import call_model
+from tree_compile.unpacked import Unpacked
 from tree_compile.watch import watching
 
 
@@ -61,14 +62,12 @@ class Captured:
     Attributes:
         graph_module: the graph; placeholders are the inputs, each int64 `(1, T)`; parameters are the model's own
             objects under the model's own names; returns the flat tuple of the output's tensors.
-        input_names: the model's names of the inputs, token ids first.
         output_form: how to rebuild the model's output.
         limit: the longest sequence that the capture holds for.
         control_flow: what has to be raised, unless something more telling is found: the code depends on T.
     """
 
     graph_module: fx.GraphModule
-    input_names: tuple[str, ...]
     output_form: OutputForm
     limit: LengthLimit
     control_flow: ControlFlowError | None = None
@@ -79,61 +78,56 @@ class _Seen:
     output_form: OutputForm | None = None
 
 
-class _Unpacked(nn.Module):
-    """Calls the model with named inputs and flattens what it returns."""
+class _Flat(nn.Module):
+    """Calls the model and flattens what it returns."""
 
-    def __init__(self, model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> None:
+    def __init__(self, unpacked: Unpacked) -> None:
         super().__init__()
-        self.model = model
-        self.input_names = tuple(input_names)
-        self.keywords = dict(keywords)
+        self.model = unpacked.model
+        self.unpacked = unpacked
         # An object of its own: torch.export undoes changes to attributes, lists and dicts of a module.
         self.seen = _Seen()
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        leaves, spec = pytree.tree_flatten(call_model(self.model, self.input_names, values, self.keywords))
+        leaves, spec = pytree.tree_flatten(self.unpacked(values))
         constants = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         self.seen.output_form = OutputForm(spec, constants)
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def capture(
-    model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], example: tuple[Tensor, ...]
-) -> Captured:
-    """Captures `model` in the mode (training or not) that its modules are in.
+def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
+    """Captures a model in the mode (training or not) that its modules are in.
 
     Args:
-        model: a causal language model that takes token ids int64 `(1, T)`.
-        input_names: names of the inputs, token ids first.
-        keywords: constant keyword arguments of every call.
-        example: inputs `(1, T)`, with a T that no dimension of the model's parameters has.
+        unpacked: the model.
+        example: inputs int64 `(1, T)`, with a T that no dimension of the model's parameters has.
 
     Raises:
         CaptureError: torch.export cannot trace the model.
         ControlFlowError: the model's Python code needs one T, or the values of tensors.
-        UnsupportedArgumentError: the output holds something else than tensors and plain constants.
+        UnsupportedOutputError: the output holds something else than tensors and plain constants.
     """
-    unpacked = _Unpacked(model, input_names, keywords)
-    program = _export(unpacked, len(input_names), example)
-    output_form = unpacked.seen.output_form
+    flat = _Flat(unpacked)
+    program = _export(flat, example)
+    output_form = flat.seen.output_form
     assert output_form is not None
     _require_plain_constants(output_form)
     limit, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1])
     with _quiet():
         exported = program.module(check_guards=False)
-    graph_module = _under_own_names(exported, input_names)
-    return Captured(graph_module, tuple(input_names), output_form, limit, control_flow)
+    graph_module = _under_own_names(exported, unpacked.input_names)
+    return Captured(graph_module, output_form, limit, control_flow)
 
 
-def _export(unpacked: _Unpacked, inputs: int, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    dynamic = {"values": tuple({1: torch.export.Dim.DYNAMIC} for _ in range(inputs))}
+def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    dynamic = {"values": tuple({1: torch.export.Dim.DYNAMIC} for _ in example)}
     fixed: list[SourceLine] = []
     try:
         with (
-            _quiet(), _lines_of_the_model(fixed), capturable(unpacked.model), watching(unpacked.model),
+            _quiet(), _lines_of_the_model(fixed), capturable(flat.model), watching(flat.model),
             torch.random.fork_rng(),
         ):  # fmt: skip
-            return torch.export.export(unpacked, example, dynamic_shapes=dynamic, strict=False)
+            return torch.export.export(flat, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:
         raise
     except Exception as error:
@@ -215,7 +209,7 @@ def _line_of_error(error: BaseException) -> SourceLine | None:
 def _require_plain_constants(form: OutputForm) -> None:
     for constant in form.constants.values():
         if constant is not None and not isinstance(constant, (bool, int, float, str)):
-            raise UnsupportedArgumentError(
+            raise UnsupportedOutputError(
                 f"The model returns a {type(constant).__name__}, which is neither a tensor nor a plain constant.",
                 why="it cannot be split into one part for every sequence.",
                 hint="switch it off, for example with forward_kwargs={'use_cache': False}.",

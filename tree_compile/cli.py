@@ -37,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; those of the process if None.
 
     Returns:
-        The exit status: 0, or 1 where a comparison found a difference, or 2 after an error.
+        The exit status: 0; 1 where a comparison found a difference, or the output was closed before its end; 2 after an
+        error; 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: after `--help` and `--version`, with status 0, and for words that make no command, with status 2.
     """
     options = _parser().parse_args(arguments)
     try:

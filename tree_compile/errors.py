@@ -26,6 +26,7 @@ __all__ = [
     "TreeCompileError",
     "UnknownOpError",
     "UnsupportedArgumentError",
+    "UnsupportedOutputError",
     "WrappedModelError",
 ]
 
@@ -123,7 +124,7 @@ class StatefulModelError(RefusedModelError):
 
 
 class ControlFlowError(RefusedModelError):
-    """The model's Python code branches on the number of tokens."""
+    """The model's Python code needs one number of tokens, or the values of tensors."""
 
 
 class BidirectionalAttentionError(RefusedModelError):
@@ -146,12 +147,16 @@ class DropoutError(RefusedModelError):
     """Attention dropout is active."""
 
 
+class UnsupportedOutputError(RefusedModelError):
+    """The model returns something that is neither a tensor nor a plain constant."""
+
+
 class UnsupportedArgumentError(TreeCompileError, TypeError):
     """An argument of the call or of `forward_kwargs` has no meaning on a list of sequences."""
 
 
 class WrappedModelError(TreeCompileError, TypeError):
-    """The model is wrapped by DataParallel, DistributedDataParallel, FSDP or torch.compile."""
+    """The model is wrapped by DDP, FSDP or torch.compile, is a tree model already, or has distributed parameters."""
 
 
 class SelfCheckError(TreeCompileError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tree_compile.errors import SourceLine
-from tree_compile.passes.report import Finding
+from tree_compile.passes.finding import Finding
 from tree_compile.programs import Program
 
 
@@ -18,14 +18,12 @@ class Explanation:
         limits: longest sequence and its line, for each limit that the capture found.
         vocabulary: number of token ids, or None.
         blocks: number of blocks, and how many of them have code of their own.
-        seconds: time that each pass took.
     """
 
     findings: tuple[Finding, ...]
     limits: tuple[tuple[int, SourceLine | None], ...]
     vocabulary: int | None
     blocks: tuple[int, int]
-    seconds: dict[str, float]
 
     def __str__(self) -> str:
         lines = [_finding_text(finding) for finding in self.findings]
@@ -47,9 +45,8 @@ def _at(where: SourceLine | None) -> str:
 
 
 def explain(program: Program) -> Explanation:
-    """Collects the reports of all passes."""
-    trail = program.rewritten.trail
-    findings = tuple(finding for report in trail.reports for finding in report.findings)
+    """Collects what all passes found."""
+    findings = tuple(program.rewritten.trail.findings)
     limits = tuple((limit.tokens, limit.where) for limit in program.rewritten.limits if limit.tokens is not None)
     blocks = (len(program.blocks.blocks), program.blocks.distinct)
-    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, dict(trail.seconds))
+    return Explanation(findings, limits, program.rewritten.vocabulary, blocks)

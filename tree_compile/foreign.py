@@ -1,13 +1,12 @@
 """What stands in the way of a capture in other libraries' models, changed while it lasts.
 
 Each setting chooses between implementations of the same mathematics, so the captured graph computes what the model
-computes. A backward that is written by hand, which torch.export would lose without a word, is refused.
+computes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,35 +15,24 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from tree_compile.errors import LostGradientError
 from tree_compile.experts import loops_over_all_experts
-from tree_compile.passes.source import line_of_trace
 from tree_compile.patches import replaced
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
-_PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
-"""Functions whose hand-written backward is the derivative of their forward, so that it may be dropped."""
 
 
 @contextlib.contextmanager
 def capturable(model: nn.Module) -> Iterator[None]:
     """transformers' models with attention and experts in a form that torch.export can trace; others as they are."""
-    restore: list[tuple[Any, str, Any]] = []
-    for config in _configs(model):
-        for name, value in _changes(config, model):
-            restore.append((config, name, getattr(config, name)))
-            setattr(config, name, value)
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            restore.append((module, "gradient_checkpointing", True))
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        with plain_checkpoints(), _own_backwards(), loops_over_all_experts(model):
-            yield
-    finally:
-        for owner, name, value in reversed(restore):
-            setattr(owner, name, value)
+    with contextlib.ExitStack() as changes, plain_checkpoints(), loops_over_all_experts(model):
+        for config in _configs(model):
+            for name, value in _changes(config, model):
+                changes.enter_context(replaced(config, name, value))
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                changes.enter_context(replaced(module, "gradient_checkpointing", False))
+        yield
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -79,30 +67,3 @@ def plain_checkpoints() -> Iterator[None]:
 
     with replaced(CheckpointFunction, "apply", classmethod(compute)):
         yield
-
-
-@contextlib.contextmanager
-def _own_backwards() -> Iterator[None]:
-    """Refuses `torch.autograd.Function`s, whose backward export drops."""
-    apply = Function.__dict__["apply"]
-
-    def refuse(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not _has_plain_derivative(function):
-            raise _lost_backward(function.__name__)
-        return apply.__get__(None, function)(*args, **kwargs)
-
-    with replaced(Function, "apply", classmethod(refuse)):
-        yield
-
-
-def _has_plain_derivative(function: type[Function]) -> bool:
-    return function.__module__.startswith("torch.") or (function.__module__, function.__name__) in _PLAIN_DERIVATIVES
-
-
-def _lost_backward(name: str) -> LostGradientError:
-    return LostGradientError(
-        f"The model uses the torch.autograd.Function {name}.",
-        where=line_of_trace("".join(traceback.format_stack()[:-2])),
-        why="torch.export keeps its forward and drops its backward, so gradients would be wrong.",
-        hint="make it an operator with torch.library.custom_op and register_autograd, and give that a token rule.",
-    )

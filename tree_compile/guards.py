@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,22 +13,10 @@ import torch
 from torch import fx
 
 from tree_compile.errors import ControlFlowError, SourceLine
+from tree_compile.passes.limits import LengthLimit
 
 _LARGEST = 1 << 24
 _SMALL = 4_096
-
-
-@dataclass(frozen=True)
-class LengthLimit:
-    """The longest sequence for which the captured graph is the model's.
-
-    Attributes:
-        tokens: the greatest length that is allowed, or None where there is no limit.
-        where: the user's line that sets it.
-    """
-
-    tokens: int | None = None
-    where: SourceLine | None = None
 
 
 class _AnyInput:

@@ -1,4 +1,4 @@
-"""A part of another library, replaced for a while."""
+"""A part of another library or of a model, replaced for a while."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """`function` as what a class or a module `owner` calls `name`."""
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`value` as what a class, a module or any other object `owner` calls `name`."""
     inherited, own = name not in vars(owner), vars(owner).get(name)
-    setattr(owner, name, function)
+    setattr(owner, name, value)
     try:
         yield
     finally:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
-from tree_compile.guards import LengthLimit
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.batch_norm import RefuseBatchNorm
+from tree_compile.passes.draws import draws
 from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
+from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
 from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
-from tree_compile.passes.positions import RewritePositions, position_limit
-from tree_compile.passes.random import draws
+from tree_compile.passes.positions import RewritePositions
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
-from tree_compile.passes.vocabulary import vocabulary_size
 from tree_compile.rehearsal import rehearse
+from tree_compile.unpacked import Unpacked
 
 CAPTURING = threading.RLock()
 
@@ -61,10 +61,8 @@ class Rewritten:
     trail: Trail
 
 
-def rewrite_model(
-    model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], reach: int = FIRST_REACH
-) -> Rewritten:
-    """Captures and rewrites `model` in the mode that it is in, for sequences of up to `reach` tokens at least.
+def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
+    """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
@@ -72,9 +70,9 @@ def rewrite_model(
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with CAPTURING, torch.inference_mode(False), torch.enable_grad():
-        rehearsal = rehearse(model, input_names, keywords)
+        rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
-            captured = capture(model, input_names, keywords, rehearsal.example)
+            captured = capture(unpacked, rehearsal.example)
             with _unless_more_telling(captured.control_flow):
                 return rewrite(captured, reach)
 

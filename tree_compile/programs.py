@@ -1,20 +1,19 @@
-"""One rewritten and compiled model per mode and kind of input, made when it is first used."""
+"""A rewritten model, split and compiled, and how a row becomes its inputs and its results a row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
-from tree_compile.rehearsal import device_of
 from tree_compile.runtime.plan import Row
+from tree_compile.unpacked import Unpacked
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
 _FEWEST_TOKENS = 2
@@ -50,25 +49,29 @@ class Program:
         return RowResult(row, tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True)))
 
 
-def make_program(model: nn.Module, input_names: tuple[str, ...], keywords: Mapping[str, Any], backend: str) -> Program:
-    """Captures, rewrites, splits and compiles `model` in the mode that it is in."""
-    rewritten = rewrite_model(model, input_names, keywords)
-    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), device_of(model))
+def make_program(unpacked: Unpacked, backend: str) -> Program:
+    """Captures, rewrites, splits and compiles a model in the mode that it is in.
+
+    Args:
+        unpacked: the model.
+        backend: one of BACKENDS.
+
+    Raises:
+        RefusedModelError: the model cannot be proved exact on a prefix tree.
+    """
+    rewritten = rewrite_model(unpacked)
+    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), unpacked.device)
 
 
-def prove_further(
-    program: Program,
-    model: nn.Module,
-    input_names: tuple[str, ...],
-    keywords: Mapping[str, Any],
-    backend: str,
-    tokens: int,
-) -> Program:
+def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
     """The program for sequences of up to `tokens` tokens, as far as that can be proved.
 
     Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use.
+
+    Raises:
+        RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(model, input_names, keywords, reach=1 << (tokens - 1).bit_length())
+    rewritten = rewrite_model(unpacked, reach=1 << (tokens - 1).bit_length())
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
     return replace(program, rewritten=rewritten, blocks=Blocks(rewritten.graph_module, BACKENDS[backend]))
@@ -76,8 +79,8 @@ def prove_further(
 
 def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
     """The arguments of a rewritten graph for one row, in its order."""
-    inputs = [_on_device(values, 0, device)[None] for values in row.inputs.values()]
-    position = _on_device(row.position, 0, device)
+    inputs = [_on_device(values, device)[None] for values in row.inputs.values()]
+    position = _on_device(row.position, device)
     rows = np.arange(len(row.tokens), max(len(row.tokens), _FEWEST_TOKENS)) + 1
     subtree_end = torch.from_numpy(np.concatenate([row.subtree_end, rows])).to(device, non_blocking=True)
     length = max(int(row.position.max()) + 1, _FEWEST_TOKENS)
@@ -89,7 +92,7 @@ def _segments(row: Row) -> Tensor:
     return torch.from_numpy(np.pad(row.segments, ((0, missing), (0, 0))))
 
 
-def _on_device(values: np.ndarray[Any, Any], padding: int, device: torch.device) -> Tensor:
+def _on_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     missing = max(0, _FEWEST_TOKENS - len(values))
-    padded = np.pad(values.astype(np.int64, copy=False), (0, missing), constant_values=padding)
+    padded = np.pad(values.astype(np.int64, copy=False), (0, missing))
     return torch.from_numpy(padded).to(device, non_blocking=True)

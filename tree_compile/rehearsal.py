@@ -7,7 +7,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine
 from tree_compile.passes.source import frame_of_the_model, line_of_frame, line_of_trace
 from tree_compile.patches import replaced
 from tree_compile.state import first_difference, state_of
+from tree_compile.unpacked import Unpacked
+
+Example = tuple[Tensor, ...]
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 _SHORT = (31, 29, 23, 19, 17, 13, 11, 7, 5, 3)
@@ -35,67 +38,42 @@ class Rehearsal:
         error: what has to be raised, unless something more telling is found.
     """
 
-    example: tuple[Tensor, ...]
+    example: Example
     error: RefusedModelError | None = None
 
 
-def call_model(
-    model: nn.Module, input_names: Sequence[str], values: Sequence[Tensor], keywords: Mapping[str, Any]
-) -> Any:
-    """Calls `model` on inputs of shape `(1, T)`: the first by position, so that its name is free, the rest by name."""
-    return model(values[0], **dict(zip(input_names[1:], values[1:], strict=True)), **keywords)
+def rehearse(unpacked: Unpacked) -> Rehearsal:
+    """Calls the model a few times in the mode that it is in; buffers and random numbers are left as they were."""
+    examples = list(_examples(unpacked))
+    with _untouched(unpacked):
+        example = next((example for example in examples if _works(unpacked, example)), None)
+        if example is None:
+            return Rehearsal(examples[0])  # the capture will say why
+        return Rehearsal(example, _lost_gradient(unpacked, example) or _memory(unpacked, example))
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Device of the model's first parameter or buffer; the CPU where it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
-
-
-def rehearse(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> Rehearsal:
-    """Calls `model` a few times in the mode that it is in; buffers and random numbers are left as they were."""
-    calls = [_Call(model, input_names, example, keywords) for example in _examples(model, len(input_names))]
-    with _untouched(model):
-        call = next((call for call in calls if _works(call)), None)
-        if call is None:
-            return Rehearsal(calls[0].example)  # the capture will say why
-        return Rehearsal(call.example, _lost_gradient(call) or _memory(call))
-
-
-def _works(call: _Call) -> bool:
+def _works(unpacked: Unpacked, example: Example) -> bool:
     try:
-        call()
+        unpacked(example)
     except Exception:
         return False
     return True
 
 
-@dataclass(frozen=True)
-class _Call:
-    model: nn.Module
-    input_names: Sequence[str]
-    example: tuple[Tensor, ...]
-    keywords: Mapping[str, Any]
-
-    def __call__(self) -> Any:
-        return call_model(self.model, self.input_names, self.example, self.keywords)
-
-
-def _examples(model: nn.Module, count: int) -> Iterator[tuple[Tensor, ...]]:
+def _examples(unpacked: Unpacked) -> Iterator[Example]:
     """Inputs to try, one by one; token ids are small enough for any vocabulary."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    sizes = {size for parameter in unpacked.model.parameters() for size in parameter.shape}
     first = next((length for length in _LENGTHS if length not in sizes), 131)
     for length in (first, *(length for length in _SHORT if length not in sizes)):
-        ids = torch.arange(length, device=device_of(model))[None] % 2
-        yield tuple(ids.clone() for _ in range(count))
+        ids = torch.arange(length, device=unpacked.device)[None] % 2
+        yield tuple(ids.clone() for _ in unpacked.input_names)
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _untouched(unpacked: Unpacked) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in unpacked.model.buffers()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    device = device_of(model)
+    device = unpacked.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -111,11 +89,11 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 # Gradients
 
 
-def _lost_gradient(call: _Call) -> LostGradientError | None:
+def _lost_gradient(unpacked: Unpacked, example: Example) -> LostGradientError | None:
     """An error where the output's gradient reaches a tensor that is not a parameter of the model."""
-    own = {id(parameter) for parameter in call.model.parameters()}
+    own = {id(parameter) for parameter in unpacked.model.parameters()}
     with torch.autograd.detect_anomaly(check_nan=False):
-        leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(unpacked(example)) if isinstance(leaf, Tensor)]
     seen: set[Any] = set()
     stack: list[Any] = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     while stack:
@@ -144,21 +122,21 @@ def _not_registered(shape: tuple[int, ...], where: SourceLine | None) -> LostGra
 # Memory from call to call
 
 
-def _memory(call: _Call) -> StatefulModelError | None:
+def _memory(unpacked: Unpacked, example: Example) -> StatefulModelError | None:
     """An error where a call changes what the next one computes with."""
-    state, of_python, of_numpy = state_of(call.model), random.getstate(), _numpy_position()
-    call()
+    state, of_python, of_numpy = state_of(unpacked.model), random.getstate(), _numpy_position()
+    unpacked(example)
     if random.getstate() != of_python or _numpy_position() != of_numpy:
-        return _draws(_line_of_draw(call))
-    name = first_difference(state, state_of(call.model))
-    return None if name is None else _changes(name, _line_of_change(call, name))
+        return _draws(_line_of_draw(unpacked, example))
+    name = first_difference(state, state_of(unpacked.model))
+    return None if name is None else _changes(name, _line_of_change(unpacked, example, name))
 
 
 def _numpy_position() -> str:
     return str(np.random.get_state())
 
 
-def _line_of_draw(call: _Call) -> SourceLine | None:
+def _line_of_draw(unpacked: Unpacked, example: Example) -> SourceLine | None:
     found: list[SourceLine] = []
 
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
@@ -169,17 +147,17 @@ def _line_of_draw(call: _Call) -> SourceLine | None:
     previous = sys.getprofile()
     sys.setprofile(profile)
     try:
-        call()
+        unpacked(example)
     finally:
         sys.setprofile(previous)
     return found[0] if found else None
 
 
-def _line_of_change(call: _Call, name: str) -> SourceLine | None:
+def _line_of_change(unpacked: Unpacked, example: Example, name: str) -> SourceLine | None:
     """The line that sets the attribute of a module."""
     set_attribute: Callable[..., None] = nn.Module.__setattr__
     found: list[SourceLine] = []
-    paths = {id(module): path for path, module in call.model.named_modules()}
+    paths = {id(module): path for path, module in unpacked.model.named_modules()}
 
     def note(module: nn.Module, attribute: str, value: Any) -> None:
         is_it = f"{paths.get(id(module))}.{attribute}".removeprefix(".") == name
@@ -188,7 +166,7 @@ def _line_of_change(call: _Call, name: str) -> SourceLine | None:
         set_attribute(module, attribute, value)
 
     with replaced(nn.Module, "__setattr__", note):
-        call()
+        unpacked(example)
     return found[0] if found else None
 
 

@@ -17,8 +17,8 @@ from tree_compile.errors import SelfCheckError
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.output import RowResult, TreeOutput
 from tree_compile.programs import Program
-from tree_compile.rehearsal import call_model
 from tree_compile.runtime.plan import Plan, Row, plan_rows
+from tree_compile.unpacked import Unpacked
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _GRADIENT_ROUNDING = 10
@@ -69,35 +69,59 @@ class CheckReport:
 
 
 def compare(
-    model: nn.Module, plan: Plan, run: Callable[[Row], RowResult], program: Program, keywords: Mapping[str, Any],
+    unpacked: Unpacked, plan: Plan, run: Callable[[Row], RowResult], program: Program,
     parameters: Mapping[str, nn.Parameter],
 ) -> CheckReport:  # fmt: skip
-    """Runs the sequences of `plan` through `run` and, one by one, through `model`.
+    """Runs the sequences of `plan` through `run` and, one by one, through the model.
 
     The loss of the gradients gives every output of every sequence a random weight of its own, so that the gradient
     of a shared token must be the sum over its sequences. Gradients of `parameters` are compared.
     """
-    names, form = list(plan.rows[0].inputs), program.rewritten.output_form
     with torch.set_grad_enabled(bool(parameters)):
-        packed = TreeOutput([run(row) for row in plan.rows], form)
-        packed_parts = [_tensors(packed[i]) for i in range(plan.sequences)]
-        weights = _weights(packed_parts)
-        packed_gradients = _gradients(packed_parts, weights, parameters)
-        unpacked_parts, unpacked_gradients = [], {name: torch.zeros_like(p) for name, p in parameters.items()}
-        for sequence, part_weights in enumerate(weights):
-            values = _sequence_inputs(plan, sequence, names, program.device)
-            with plain_checkpoints():
-                parts = _tensors(call_model(model, names, values, keywords))
-            parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
-            unpacked_parts.append([part.detach() for part in parts])
-            for name, gradient in _gradients([parts], [part_weights], parameters).items():
-                unpacked_gradients[name] += gradient
-    output = _relative([[p.detach() for p in parts] for parts in packed_parts], unpacked_parts)
-    worst, gradient_difference = worst_gradient(packed_gradients, unpacked_gradients)
+        packed, weights = _packed_side(plan, run, program, parameters)
+        alone = _unpacked_side(unpacked, plan, program, weights, parameters)
+    worst, gradient_difference = worst_gradient(packed.gradients, alone.gradients)
     return CheckReport(
-        output, gradient_difference if parameters else None, tolerance_of(program), worst,
-        plan.input_tokens, plan.packed_tokens, len(plan.rows),
+        _relative(packed.outputs, alone.outputs), gradient_difference if parameters else None, tolerance_of(program),
+        worst, plan.input_tokens, plan.packed_tokens, len(plan.rows),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Outputs of every sequence, and the gradients of the loss."""
+
+    outputs: list[list[Tensor]]
+    gradients: dict[str, Tensor]
+
+
+def _packed_side(
+    plan: Plan, run: Callable[[Row], RowResult], program: Program, parameters: Mapping[str, nn.Parameter]
+) -> tuple[_Side, list[list[Tensor]]]:
+    """The tree model's side, and the weights of its outputs in the loss."""
+    packed = TreeOutput([run(row) for row in plan.rows], program.rewritten.output_form)
+    parts = [_tensors(packed[sequence]) for sequence in range(plan.sequences)]
+    weights = _weights(parts)
+    gradients = _gradients(parts, weights, parameters)
+    return _Side([[part.detach() for part in own] for own in parts], gradients), weights
+
+
+def _unpacked_side(
+    unpacked: Unpacked,
+    plan: Plan,
+    program: Program,
+    weights: Sequence[Sequence[Tensor]],
+    parameters: Mapping[str, nn.Parameter],
+) -> _Side:
+    side = _Side([], {name: torch.zeros_like(parameter) for name, parameter in parameters.items()})
+    for sequence, own_weights in enumerate(weights):
+        with plain_checkpoints():
+            parts = _tensors(unpacked(_sequence_inputs(plan, sequence, unpacked.input_names, program.device)))
+        parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
+        side.outputs.append([part.detach() for part in parts])
+        for name, gradient in _gradients([parts], [own_weights], parameters).items():
+            side.gradients[name] += gradient
+    return side
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -188,14 +212,14 @@ def _greatest(gradient: Tensor) -> float:
 # The check of the first call
 
 
-def self_check(model: nn.Module, program: Program, keywords: Mapping[str, Any], input_names: Sequence[str]) -> None:
+def self_check(unpacked: Unpacked, program: Program) -> None:
     """Runs a small random tree through the rewritten graph and through the model.
 
     Raises:
         SelfCheckError: they differ by more than rounding.
     """
-    plan = plan_rows(random_sequences(program, input_names), min_shared_tokens=1)
-    report = compare(model, plan, program.run_uncompiled, program, keywords, _smallest(trained_parameters(model)))
+    plan = plan_rows(small_tree(program, unpacked.input_names), min_shared_tokens=1)
+    report = compare(unpacked, plan, program.run_uncompiled, program, _smallest(trained_parameters(unpacked.model)))
     if not report.greatest_output_difference <= report.tolerance:
         raise _differs("", report.greatest_output_difference, report.tolerance)
     if not (report.greatest_gradient_difference or 0.0) <= _GRADIENT_ROUNDING * report.tolerance:
@@ -219,13 +243,13 @@ def _differs(part: str, found: float, allowed: float) -> SelfCheckError:
     )
 
 
-def random_sequences(program: Program, input_names: Sequence[str], seed: int = 0) -> dict[str, list[list[int]]]:
+def small_tree(program: Program, input_names: Sequence[str]) -> dict[str, list[list[int]]]:
     """A few dozen random tokens as a tree.
 
     It has branches at several depths, segments of one token, a sequence that is a prefix of another, and two roots.
     """
     vocabulary = program.rewritten.vocabulary or 2
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     trunk, branch, *tails = (random.integers(0, vocabulary, count).tolist() for count in (9, 5, 1, 4, 7, 3))
     paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
     limit = min((limit.tokens for limit in program.rewritten.limits if limit.tokens), default=1 << 30)

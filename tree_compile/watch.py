@@ -9,15 +9,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from tree_compile.errors import LostGradientError, TokenMixingError
 from tree_compile.passes.source import line_of_trace
 from tree_compile.patches import replaced
 
+_PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
+"""Functions whose hand-written backward is the derivative of their forward, so that it may be dropped."""
+
 
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[None]:
-    """Refuses hooks on gradients, inference mode inside of the model, and recurrent layers.
+    """Refuses hooks on gradients, hand-written backwards, inference mode inside of the model, and recurrent layers.
 
     Raises:
         LostGradientError: the model changes gradients in a way that a captured graph does not keep.
@@ -30,6 +34,7 @@ def watching(model: nn.Module) -> Iterator[None]:
         with (
             replaced(Tensor, "register_hook", _refuse_hook),
             replaced(Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
+            replaced(Function, "apply", classmethod(_refuse_own_backward(Function.__dict__["apply"]))),
             replaced(torch.inference_mode, "__enter__", _refuse_inference_mode(torch.inference_mode.__enter__)),
         ):
             yield
@@ -56,6 +61,24 @@ def _refuse_hook(*_args: Any, **_kwargs: Any) -> NoReturn:
         why="torch.export drops the hook, so gradients would be wrong.",
         hint="write what the hook does as operations, for example x * s + (x * (1 - s)).detach() to scale by s.",
     )
+
+
+def _refuse_own_backward(apply: Any) -> Callable[..., Any]:
+    def refuse(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _has_plain_derivative(function):
+            return apply.__get__(None, function)(*args, **kwargs)
+        raise LostGradientError(
+            f"The model uses the torch.autograd.Function {function.__name__}.",
+            where=_line_of_the_model(),
+            why="torch.export keeps its forward and drops its backward, so gradients would be wrong.",
+            hint="make it an operator with torch.library.custom_op and register_autograd, and give that a token rule.",
+        )
+
+    return refuse
+
+
+def _has_plain_derivative(function: type[Function]) -> bool:
+    return function.__module__.startswith("torch.") or (function.__module__, function.__name__) in _PLAIN_DERIVATIVES
 
 
 def _refuse_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:

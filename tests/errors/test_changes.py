@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
-from tree_compile.errors import LostGradientError, RefusedModelError, SequenceTooLongError, StatefulModelError
+from tree_compile.errors import (
+    LostGradientError,
+    SequenceTooLongError,
+    StatefulModelError,
+    TokenMixingError,
+)
 from tree_compile.state import first_difference, state_of
 
 SEQUENCES = [[1, 2, 3], [1, 2, 4]]
@@ -152,6 +157,10 @@ REMEMBERS = [
     (keeps_its_last_tokens, "model.last = x", "changes nothing"),
     (draws_from_python, "random.random()", "keeps the numbers"),
 ]
+WITHOUT_A_LINE = [
+    (draws_from_numpy, "keeps the numbers of its capture"),
+    (draws_from_its_own_generator, "keeps the value of its capture"),
+]
 
 
 @pytest.mark.parametrize(("step", "code", "why"), named(REMEMBERS))
@@ -159,16 +168,23 @@ def test_call_that_changes_the_next_is_refused_with_its_line(step, code, why):
     require_refusal(Tiny(step), StatefulModelError, code, why, __file__)
 
 
-@pytest.mark.parametrize("step", [writes_to_a_buffer, draws_from_numpy, draws_from_its_own_generator])
-def test_call_that_changes_the_next_is_refused(step):
-    with pytest.raises(RefusedModelError):
+@pytest.mark.parametrize(("step", "why"), named(WITHOUT_A_LINE))
+def test_call_that_changes_the_next_is_refused(step, why):
+    with pytest.raises(StatefulModelError) as raised:
         tree_model(Tiny(step)).explain()
+    assert type(raised.value) is StatefulModelError
+    assert why in raised.value.why
+
+
+def test_write_to_a_buffer_is_refused_with_its_line():
+    code, why = "model.table.mul_(0.9)", "it writes into a parameter, a buffer or an input"
+    require_refusal(Tiny(writes_to_a_buffer), TokenMixingError, code, why, __file__)
 
 
 def test_calls_before_a_capture_leave_buffers_and_random_numbers_as_they_were():
     model = Tiny(writes_to_a_buffer)
     table, states = model.table.clone().double(), (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
-    with pytest.raises(RefusedModelError):
+    with pytest.raises(TokenMixingError):
         tree_model(model).explain()
     torch.testing.assert_close(model.table, table)
     assert states[:2] == (random.getstate(), str(np.random.get_state()))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.errors.refusal import VOCABULARY, WIDTH, named, require_refusal, tree_model
-from tree_compile.errors import LengthDependentError, TokenMixingError, UnsupportedArgumentError
+from tree_compile.errors import LengthDependentError, TokenMixingError, UnsupportedOutputError
 
 
 class Base(nn.Module):
@@ -103,7 +103,7 @@ class LengthAsANumber(Base):
 
 @pytest.mark.parametrize(("model", "kind"), [(OwnCache, "State"), (LengthAsANumber, "SymInt")])
 def test_output_that_is_neither_tensor_nor_constant_is_refused(model, kind):
-    with pytest.raises(UnsupportedArgumentError) as raised:
+    with pytest.raises(UnsupportedOutputError) as raised:
         tree_model(model()).explain()
     assert f"returns a {kind}" in raised.value.what
     assert "use_cache" in raised.value.hint

@@ -2,27 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from tests.passes.model import Model, is_exact
 from tree_compile import treecompile
 from tree_compile.errors import RefusedModelError
-
-WIDTH = 8
-
-
-class Model(nn.Module):
-    """Embeds, applies `middle`, and predicts."""
-
-    def __init__(self, middle):
-        super().__init__()
-        self.embed = nn.Embedding(32, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 32)
-        self.middle = middle
-
-    def forward(self, input_ids):
-        return self.head(self.middle(self, self.embed(input_ids)))
 
 
 def gradients(middle):
@@ -41,7 +25,7 @@ def without_gradients(model, hidden):
 
 
 def test_region_without_gradients_is_exact():
-    assert treecompile(Model(without_gradients).double(), backend="eager").check().ok
+    assert is_exact(Model(without_gradients))
 
 
 def test_gradients_switched_on_inside_of_a_region_without_are_exact():
@@ -53,7 +37,7 @@ def test_gradients_switched_on_inside_of_a_region_without_are_exact():
             gate = inner.sigmoid()
         return hidden * gate + inner
 
-    assert treecompile(Model(middle).double(), backend="eager").check().ok
+    assert is_exact(Model(middle))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -94,4 +78,4 @@ def test_backward_written_by_hand_is_of_no_matter_where_no_gradient_is_asked():
         with torch.no_grad():
             return Reversal.apply(hidden)
 
-    assert treecompile(Model(middle).double(), backend="eager").check().ok
+    assert is_exact(Model(middle))

@@ -5,35 +5,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tree_compile import treecompile
-from tree_compile.errors import TokenMixingError, UnknownOpError
+from tests.passes.model import WIDTH, Model, is_exact, refusal
+from tree_compile.errors import UnknownOpError
+from tree_compile.passes.token_rules import RULES, elementwise, register_token_rule
 
-WIDTH, EXPERTS = 8, 4
+EXPERTS = 4
 
 
-class Model(nn.Module):
-    """Embeds, applies `middle` to [1, T, WIDTH], and predicts."""
+class Routed(Model):
+    """With a router and the weights of experts."""
 
     def __init__(self, middle):
-        super().__init__()
-        self.embed = nn.Embedding(32, WIDTH)
+        super().__init__(middle)
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, 32)
-        self.middle = middle
-
-    def forward(self, input_ids):
-        return self.head(self.middle(self, self.embed(input_ids)))
-
-
-def is_exact(middle):
-    return treecompile(Model(middle).double(), backend="eager").check().ok
-
-
-def refusal(middle, error=TokenMixingError):
-    with pytest.raises(error) as raised:
-        treecompile(Model(middle).double(), backend="eager", self_check=False).check()
-    return str(raised.value)
 
 
 # Rows that a mask chooses
@@ -86,7 +71,7 @@ def loop_that_writes_rows(model, hidden):
 
 @pytest.mark.parametrize("loop", [loop_with_where, loop_with_mask, loop_with_nonzero, loop_that_writes_rows])
 def test_loop_over_experts_is_exact(loop):
-    assert is_exact(loop)
+    assert is_exact(Routed(loop))
 
 
 def test_chosen_rows_put_back_by_another_mask_are_refused():
@@ -98,7 +83,7 @@ def test_chosen_rows_put_back_by_another_mask_are_refused():
         result[second] = rows[first]
         return result[None]
 
-    assert "may belong to other tokens" in refusal(middle)
+    assert "may belong to other tokens" in refusal(Routed(middle))
 
 
 def test_rows_added_by_numbers_of_another_choice_are_refused():
@@ -108,7 +93,7 @@ def test_rows_added_by_numbers_of_another_choice_are_refused():
         torch._check(first.shape[0] == second.shape[0])
         return torch.zeros_like(rows).index_add(0, second, rows[first])[None]
 
-    assert "may belong to other tokens" in refusal(middle)
+    assert "may belong to other tokens" in refusal(Routed(middle))
 
 
 def test_rows_that_are_written_several_times_are_refused():
@@ -120,7 +105,7 @@ def test_rows_that_are_written_several_times_are_refused():
         result[token] = rows[token]
         return result[None]
 
-    assert "may belong to other tokens" in refusal(middle)
+    assert "may belong to other tokens" in refusal(Routed(middle))
 
 
 def test_softmax_over_chosen_rows_is_refused():
@@ -131,14 +116,14 @@ def test_softmax_over_chosen_rows_is_refused():
         result[mask] = rows[mask].softmax(0)
         return result[None]
 
-    assert "takes a softmax along the tokens" in refusal(middle)
+    assert "takes a softmax along the tokens" in refusal(Routed(middle))
 
 
 def test_sum_over_chosen_rows_is_refused():
     def middle(_model, hidden):
         return hidden + hidden[0][hidden[0, :, 0] > 0].sum(0)
 
-    assert "reduces along the tokens" in refusal(middle)
+    assert "reduces along the tokens" in refusal(Routed(middle))
 
 
 def test_chosen_row_numbers_are_not_a_permutation():
@@ -147,7 +132,7 @@ def test_chosen_row_numbers_are_not_a_permutation():
         (token,) = torch.where(rows[:, 0] > 0)
         return torch.zeros_like(rows).index_add(0, token.argsort(), rows[token])[None]
 
-    assert "numbers of rows" in refusal(middle)
+    assert "numbers of rows" in refusal(Routed(middle))
 
 
 def test_numbers_of_chosen_rows_are_not_values():
@@ -156,14 +141,14 @@ def test_numbers_of_chosen_rows_are_not_values():
         (token,) = torch.where(rows[:, 0] > 0)
         return torch.zeros_like(rows).index_add(0, token, rows[token] * token[:, None])[None]
 
-    assert "numbers of rows" in refusal(middle)
+    assert "numbers of rows" in refusal(Routed(middle))
 
 
 def test_chosen_rows_cannot_be_returned():
     def middle(_model, hidden):
         return hidden[0][hidden[0, :, 0] > 0]
 
-    assert "not one value for every token" in refusal(middle)
+    assert "not one value for every token" in refusal(Routed(middle))
 
 
 def test_one_value_written_where_a_mask_says_is_exact():
@@ -172,7 +157,7 @@ def test_one_value_written_where_a_mask_says_is_exact():
         result[hidden > 0.5] = 0.25
         return result
 
-    assert is_exact(middle)
+    assert is_exact(Routed(middle))
 
 
 def test_a_mean_of_all_tokens_written_where_a_mask_says_is_refused():
@@ -181,7 +166,7 @@ def test_a_mean_of_all_tokens_written_where_a_mask_says_is_refused():
         result[hidden > 0.5] = hidden.mean()
         return result
 
-    assert "reduces along the tokens" in refusal(middle)
+    assert "reduces along the tokens" in refusal(Routed(middle))
 
 
 # Products and functions of rows
@@ -205,7 +190,7 @@ def exact_operations():
 
 @pytest.mark.parametrize("name", exact_operations())
 def test_operation_on_every_row_is_exact(name):
-    assert is_exact(exact_operations()[name])
+    assert is_exact(Routed(exact_operations()[name]))
 
 
 MIXING = {
@@ -223,8 +208,35 @@ MIXING = {
 @pytest.mark.parametrize("name", MIXING)
 def test_same_operation_over_rows_is_refused(name):
     middle, why = MIXING[name]
-    assert why in refusal(middle)
+    assert why in refusal(Routed(middle))
 
 
 def test_operation_without_a_rule_is_refused():
-    assert "renorm" in refusal(lambda _m, x: torch.renorm(x, 2, 0, 1.0), UnknownOpError)
+    assert "renorm" in refusal(Model(lambda _m, x: torch.renorm(x, 2, 0, 1.0)), UnknownOpError)
+
+
+# Operators of other libraries
+
+
+@torch.library.custom_op("tree_compile_tests::scale", mutates_args=())
+def scale(values: torch.Tensor, factor: float) -> torch.Tensor:
+    return values * factor
+
+
+scale.register_fake(lambda values, factor: torch.empty_like(values))
+scale.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.factor, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+def test_operator_of_another_library_is_exact_once_it_has_a_rule():
+    operator, model = torch.ops.tree_compile_tests.scale.default, Model(lambda _model, hidden: scale(hidden, 3.0))
+    unknown = "The operation tree_compile_tests::scale is not known"
+    assert unknown in refusal(model, UnknownOpError)
+    register_token_rule(operator, elementwise)
+    try:
+        assert is_exact(model)
+    finally:
+        del RULES[operator]
+    assert unknown in refusal(model, UnknownOpError)

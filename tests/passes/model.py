@@ -1,0 +1,36 @@
+"""A model of which one step is given, and what becomes of it."""
+
+import pytest
+from torch import nn
+
+from tree_compile import treecompile
+from tree_compile.errors import TokenMixingError
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """Embeds, applies `middle(model, hidden)` to [1, T, WIDTH], and predicts."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 32)
+        self.middle = middle
+
+    def forward(self, input_ids):
+        return self.head(self.middle(self, self.embed(input_ids)))
+
+
+def is_exact(model, tolerance=1e-9):
+    """Whether outputs and gradients in float64 are those of the unpacked model."""
+    report = treecompile(model.double(), backend="eager").check()
+    return max(report.greatest_output_difference, report.greatest_gradient_difference) < tolerance
+
+
+def refusal(model, error=TokenMixingError):
+    """The text of the error that the proof raises."""
+    with pytest.raises(error) as raised:
+        treecompile(model.double(), backend="eager", self_check=False).check()
+    return str(raised.value)

@@ -1,0 +1,41 @@
+"""The model as it is called on one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A model with the names and constants of its calls.
+
+    Attributes:
+        model: a causal language model that takes token ids int64 `(1, T)`.
+        input_names: names of its inputs, token ids first.
+        keywords: constant keyword arguments of every call.
+    """
+
+    model: nn.Module
+    input_names: tuple[str, ...]
+    keywords: Mapping[str, Any]
+
+    def __call__(self, values: Sequence[Tensor]) -> Any:
+        """Calls the model on inputs int64 `(1, T)`: the first by position, so that its name is free, the rest by name.
+
+        Raises:
+            ValueError: there are more or fewer values than names.
+        """
+        named = dict(zip(self.input_names[1:], values[1:], strict=True))
+        return self.model(values[0], **named, **self.keywords)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's first parameter or buffer; the CPU where it has none."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            return tensor.device
+        return torch.device("cpu")

@@ -323,6 +323,7 @@ def _dropout(probability: float, where: SourceLine | None) -> DropoutError:
         f"Attention weights are dropped out with probability {probability:g}.",
         where=where,
         why="tree attention has no dropout, and without it the result would differ.",
-        hint="set the model's attention dropout to 0 (in transformers: config.attention_dropout or attn_pdrop), "
+        hint="set attention dropout to 0 before the model is built (in transformers: config.attention_dropout or "
+        "attn_pdrop), or in the modules that hold it, "
         "or call model.eval().",
     )

@@ -175,7 +175,8 @@ def _check_limits(row: Row, rewritten: Rewritten) -> None:
                 f"Sequence {sequence} has {longest} tokens, and the model takes {limit.tokens} at the most.",
                 where=limit.where,
                 why="the model's code ends there.",
-                hint="shorten the sequence, or raise the model's greatest number of positions.",
+                hint="shorten the sequence, or raise the model's greatest number of positions; "
+                "a branch on the number of tokens has to be written as tensor operations.",
             )
 
 

@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -29,7 +30,7 @@ from tree_compile.guards import length_limit
 from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
 from tree_compile.patches import replaced
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import Unpacked, own_random_numbers
 from tree_compile.watch import watching
 
 
@@ -112,11 +113,28 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
     output_form = flat.seen.output_form
     assert output_form is not None
     _require_plain_constants(output_form)
-    limit, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1])
     with _quiet():
         exported = program.module(check_guards=False)
+    same_at = partial(_same_at, unpacked, exported)
+    limit, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1], same_at)
     graph_module = _under_own_names(exported, unpacked.input_names)
     return Captured(graph_module, output_form, limit, control_flow)
+
+
+def _same_at(unpacked: Unpacked, exported: fx.GraphModule, tokens: int) -> bool:
+    """Whether graph and model compute the same for sequences of `tokens` tokens, with the same random numbers."""
+    ids = torch.arange(tokens, device=unpacked.device)[None] % 2
+    values = tuple(ids.clone() for _ in unpacked.input_names)
+    results = []
+    for compute in (unpacked, lambda inputs: exported(*inputs)):
+        with torch.no_grad(), own_random_numbers(unpacked.device):
+            torch.manual_seed(0)
+            try:
+                leaves = pytree.tree_leaves(compute(values))
+            except (IndexError, RuntimeError, ValueError):
+                return False
+        results.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return all(torch.allclose(one, other, 1e-3, 1e-5, equal_nan=True) for one, other in zip(*results, strict=True))
 
 
 def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
@@ -125,7 +143,7 @@ def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedPr
     try:
         with (
             _quiet(), _lines_of_the_model(fixed), capturable(flat.model), watching(flat.model),
-            torch.random.fork_rng(),
+            own_random_numbers(flat.unpacked.device),
         ):  # fmt: skip
             return torch.export.export(flat, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from tree_compile.passes.limits import LengthLimit
 
 _LARGEST = 1 << 24
 _SMALL = 4_096
+_LONGEST_TRIED = 4_096
 
 
 class _AnyInput:
@@ -55,7 +56,7 @@ def _last_true(holds: partial[bool], low: int, high: int) -> int:
     return low
 
 
-def _limit(guard: str, example: int) -> int | None:
+def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | None:
     """The greatest T up to which `guard` holds, None for no limit; raises ValueError where that is below `example`."""
     holds = partial(_holds, compile(guard, "<guard>", "eval"))
     lengths = _probe_lengths(guard)
@@ -63,21 +64,28 @@ def _limit(guard: str, example: int) -> int | None:
     if all(truth):
         return None
     first_false = truth.index(False)
+    # A slice up to T of a buffer with just T rows is no slice: torch notes T != rows, and nothing else changes.
+    if truth.count(False) == 1 and lengths[first_false] <= _LONGEST_TRIED and same_at(lengths[first_false]):
+        return None
     if lengths[first_false] <= example:
         raise ValueError(guard)
     return _last_true(holds, lengths[first_false - 1], lengths[first_false])
 
 
-def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> tuple[LengthLimit, ControlFlowError | None]:
+def length_limit(
+    guards: Iterable[str], graph: fx.Graph, example: int, same_at: Callable[[int], bool]
+) -> tuple[LengthLimit, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
-    A guard that holds for every length of two tokens or more says nothing; one that holds up to some length is a
-    limit; any other means that the model's Python code branches on T.
+    A guard that holds for every length of two tokens or more says nothing; so does one that excludes a single length at
+    which the graph computes what the model does. One that holds up to some length is a limit; any other means that the
+    model's Python code branches on T.
 
     Args:
         guards: `ExportedProgram._guards_code`.
         graph: the captured graph, whose shape environment knows the lines that the guards come from.
         example: the T of the capture.
+        same_at: whether graph and model compute the same for sequences of one length.
 
     Returns:
         The tightest limit; and an error where a guard does not hold for all lengths up to `example`.
@@ -85,7 +93,7 @@ def length_limit(guards: Iterable[str], graph: fx.Graph, example: int) -> tuple[
     limit, error = LengthLimit(), None
     for guard in dict.fromkeys(guards):
         try:
-            tokens = _limit(guard, example)
+            tokens = _limit(guard, example, same_at)
         except ValueError:
             error = error or _control_flow(_readable(guard), _guard_line(guard, graph))
             continue

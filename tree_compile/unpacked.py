@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,3 +40,10 @@ class Unpacked:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             return tensor.device
         return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def own_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn inside, on the CPU and on `device`, leaves torch's random numbers as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.errors.refusal import POSITIONS, Tiny, named, require_refusal, tree_model
+from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
 from tree_compile.errors import (
     CaptureError,
     ControlFlowError,
@@ -295,3 +296,40 @@ def test_model_that_torch_export_cannot_trace_is_refused():
         return x + model.nothing
 
     require_refusal(Tiny(unknown_attribute), CaptureError, "model.nothing", "traced as one graph", __file__)
+
+
+# A buffer with as many rows as the sequence has tokens
+
+
+def sliced_mask(model, x, ids):
+    tokens = x.shape[1]
+    query, key, value = model.heads(x)
+    mask = model.mask[:tokens, :tokens]
+    return merged(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def branch_at_one_length(model, x, ids):
+    return x * 2 if x.shape[1] == 16 else x
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_sequence_as_long_as_a_sliced_mask_is_exact(rows):
+    model = Tiny(sliced_mask)
+    model.register_buffer("mask", causal(rows))
+    tree = tree_model(model)
+    ids = torch.arange(rows) % 7
+    torch.testing.assert_close(tree([ids, ids[:5]])[0], model(ids[None])[0])
+    with pytest.raises(SequenceTooLongError, match=f"takes {rows} at the most"):
+        tree([torch.arange(rows + 1) % 7])
+
+
+def test_branch_at_one_length_is_refused():
+    require_refusal(Tiny(branch_at_one_length), ControlFlowError, "x.shape[1] == 16", "no one T", __file__)
+
+
+def test_branch_at_one_greater_length_is_a_limit():
+    model = Tiny(lambda model, x, ids: x * 2 if x.shape[1] == 50 else x)
+    tree = tree_model(model)
+    assert len(tree([[1] * 49])) == 1
+    with pytest.raises(SequenceTooLongError, match="takes 49 at the most"):
+        tree([[1] * 50])

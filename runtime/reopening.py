@@ -78,7 +78,7 @@ class _Rows:
         self.row_tokens = row_tokens
         self.row_of = row_of.copy()
         self.rows = int(row_of.max()) + 1
-        self.lists = _lists(self.row_of, self.rows, leaves.tokens, leaves.minima)
+        self.lists = _lists(self.row_of, leaves.tokens, leaves.minima)
 
     def is_best(self, bounds: tuple[int, int]) -> bool:
         """Whether neither rows nor tokens can get fewer."""
@@ -96,10 +96,11 @@ class _Rows:
 
 
 @numba.njit(cache=True)
-def _lists(row_of, rows, tokens, minima):
+def _lists(row_of, tokens, minima):
     """First leaf and tokens of every row, and the next leaf after each in its row."""
-    first, last, used = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
-    following = np.full(len(row_of), -1, np.int64)
+    most = len(row_of)  # rows there can be
+    first, last, used = np.full(most, -1, np.int64), np.full(most, -1, np.int64), np.zeros(most, np.int64)
+    following = np.full(most, -1, np.int64)
     for leaf in range(len(row_of)):
         row = row_of[leaf]
         used[row] += tokens[leaf]
@@ -135,6 +136,11 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
         if rows < 2:
             break
         reopened = _choose(chosen, row_of, used, rows, random)
+        # One more row may save copies of what is shared.
+        spare = few_tokens and rows < leaves and reopened < len(chosen) and _below(random, 4) == 0
+        if spare:
+            chosen[reopened], first[rows], used[rows] = rows, -1, 0
+            reopened += 1
         found, before = 0, 0.0
         for at in range(reopened):
             before += _score(used[chosen[at]], row_tokens, few_tokens)
@@ -156,7 +162,7 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
             for at in range(reopened):
                 _write(chosen[at], lot, members[at, : sizes[at]], row_of, first, following)
                 used[chosen[at]] = row_tokens - room[at]
-            rows = _without_empty(first, used, following, row_of, rows)
+            rows = _without_empty(first, used, following, row_of, rows + spare)
     return rows, gained
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +39,13 @@ def logits_in_row(tree_model: TreeModel, row: Row) -> Tensor:
     return logits
 
 
+def with_tokens(row: Row, tokens: np.ndarray) -> Row:
+    """The row with other tokens in it, in the order of the row."""
+    changed = replace(row)
+    vars(changed)["inputs"] = {"input_ids": tokens}
+    return changed
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 40), data=st.data())
@@ -48,7 +56,7 @@ def test_a_changed_token_changes_nothing_outside_its_own_subtree(name: str, seed
     tokens[token] = (tokens[token] + 1) % VOCABULARY
     with torch.no_grad():
         before = logits_in_row(tree_model_of(name), row)
-        after = logits_in_row(tree_model_of(name), replace(row, inputs={"input_ids": tokens}))
+        after = logits_in_row(tree_model_of(name), with_tokens(row, tokens))
 
     below = torch.zeros(len(tokens), dtype=torch.bool)
     below[token : row.subtree_end[token]] = True

@@ -192,3 +192,10 @@ def test_bounds_are_those_of_a_solver_or_below(sequences, room):
     for leaf in tree.leaves.tolist():
         model.add_exactly_one(row[leaf] for row in held)
     assert cp_model.CpSolver().solve(model) == cp_model.INFEASIBLE
+
+
+def test_fewest_tokens_may_take_more_rows():
+    sequences = [[1, 1, 2, 2], [1, 1, 3, 3], [4] * 6, [5] * 6]
+    plan = plan_rows(sequences, 10, 1, "tokens", plan_attempts=500)
+    assert plan.packed_tokens == plan.token_bound == 18
+    assert len(plan_rows(sequences, 10, 1, plan_attempts=500).rows) == 2

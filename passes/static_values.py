@@ -377,6 +377,9 @@ _PLAIN = frozenset(
     ]
 )
 """Operators of masks that compare positions, moved by constants, with each other."""
+_TAKE_PLACES = frozenset("le lt ge gt eq ne add sub floor_divide index cumsum diff".split())
+_WRAP_LATER = (torch.int16, torch.uint16)
+"""Numbers of fewer bits wrap, or are rounded, before GREATEST_PAIR."""
 
 
 def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
@@ -397,14 +400,17 @@ def _is_plain(graph_module: fx.GraphModule, nodes: set[fx.Node]) -> bool:
     if any("alpha" in node.kwargs for node in moves):
         return False
     moved = sum(abs(number) for node in moves for number in _numbers(node.args) if abs(number) > _SMALL_BUFFER)
+    if any(node.meta["val"].dtype in _WRAP_LATER for node in operators if is_tensor(node)):
+        return False
     constants = _constants(graph_module, nodes - _fills(operators))
     return 2 * moved < GREATEST_PAIR and all(2 * constant < GREATEST_PAIR for constant in constants)
 
 
 def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes whose numbers are values of a mask, not places."""
+    """Nodes whose numbers are values of a mask, not places: nothing computes or compares with them."""
     names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
-    return {node for node in nodes if node.target._opname in names}  # type: ignore[union-attr]
+    places = _ancestors({node for node in nodes if node.target._opname in _TAKE_PLACES})  # type: ignore[union-attr]
+    return {node for node in nodes if node.target._opname in names and node not in places}  # type: ignore[union-attr]
 
 
 def _changed_at_some_length(

@@ -377,7 +377,7 @@ _PLAIN = frozenset(
     ]
 )
 """Operators of masks that compare positions, moved by constants, with each other."""
-_TAKE_PLACES = frozenset("le lt ge gt eq ne add sub floor_divide index cumsum diff".split())
+_TAKE_PLACES = frozenset(["le", "lt", "ge", "gt", "eq", "ne", "add", "sub", "floor_divide", "index", "cumsum", "diff"])
 _WRAP_LATER = (torch.int16, torch.uint16)
 """Numbers of fewer bits wrap, or are rounded, before GREATEST_PAIR."""
 

@@ -37,6 +37,11 @@ def is_users(file: str) -> bool:
     return not any(path in file for path in _NOT_THE_USERS)
 
 
+def is_own(file: str) -> bool:
+    """Whether `file` is the user's own: not that of an installed package either."""
+    return is_users(file) and _INSTALLED not in file and not file.startswith("<")
+
+
 def line_of_trace(trace: str) -> SourceLine | None:
     """The innermost frame of a printed stack trace that is in the model; None if there is none.
 

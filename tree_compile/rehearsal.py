@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
-from tree_compile.passes.source import frame_of_the_model, line_of_frame, line_of_trace
+from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_trace
 from tree_compile.patches import replaced
 from tree_compile.state import first_difference, state_of
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 _SHORT = (31, 29, 23, 19, 17, 13, 11, 7, 5, 3)
 """For models with few positions."""
+_ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""By how much, of the greatest number, two calls may differ that add up in another order."""
+_MOST_LINES = 2_000
 
 
 @dataclass(frozen=True)
@@ -54,21 +59,63 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def rehearse(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any]) -> Rehearsal:
-    """Calls `model` a few times in the mode that it is in; buffers and random numbers are left as they were."""
+    """Calls `model` a few times in the mode that it is in; its tensors and random numbers are left as they were."""
     calls = [_Call(model, input_names, example, keywords) for example in _examples(model, len(input_names))]
     with _untouched(model):
-        call = next((call for call in calls if _works(call)), None)
+        try:
+            call = next((call for call in calls if _works(call)), None)
+        except StatefulModelError as error:
+            return Rehearsal(calls[0].example, error)
         if call is None:
             return Rehearsal(calls[0].example)  # the capture will say why
-        return Rehearsal(call.example, _lost_gradient(call) or _memory(call))
+        return Rehearsal(call.example, _findings(call))
+
+
+def grow(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], tokens: int) -> None:
+    """Shows `model` a sequence of `tokens` tokens, so that caches that grow with what they see are long enough."""
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device_of(model))
+    with _untouched(model), torch.inference_mode(False), torch.no_grad(), contextlib.suppress(Exception):
+        _Call(model, input_names, tuple(ids.clone() for _ in input_names), keywords)()
 
 
 def _works(call: _Call) -> bool:
     try:
+        with _Protected(call.model):
+            call()
+    except StatefulModelError:
+        raise
+    except Exception:
+        return _works_unprotected(call)
+    return True
+
+
+def _works_unprotected(call: _Call) -> bool:
+    """Some operators of higher order cannot be watched."""
+    before = _versions(call.model)
+    try:
         call()
     except Exception:
         return False
+    if _versions(call.model) != before:
+        raise _writes_a_parameter(None)
     return True
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+
+def _findings(call: _Call) -> RefusedModelError | None:
+    found: list[SourceLine | None] = []
+    with torch.autograd.detect_anomaly(check_nan=False), _hooks_on_nodes(found):
+        outputs = _tensors(call())
+    if found:
+        return _hook_on_a_node(found[0])
+    return _lost_gradient(call, outputs) or _memory(call, outputs)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +126,14 @@ class _Call:
     keywords: Mapping[str, Any]
 
     def __call__(self) -> Any:
-        return call_model(self.model, self.input_names, self.example, self.keywords)
+        """Every call draws the same random numbers."""
+        with torch.random.fork_rng(_devices(self.model)):
+            return call_model(self.model, self.input_names, self.example, self.keywords)
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    device = device_of(model)
+    return [device] if device.type == "cuda" else []
 
 
 def _examples(model: nn.Module, count: int) -> Iterator[tuple[Tensor, ...]]:
@@ -94,10 +148,10 @@ def _examples(model: nn.Module, count: int) -> Iterator[tuple[Tensor, ...]]:
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    memory = [(parameter, parameter.data) for parameter in model.parameters()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    device = device_of(model)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        with torch.random.fork_rng(_devices(model)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -106,16 +160,83 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for buffer, values in before:
             if not torch.equal(buffer, values):
                 buffer.data.copy_(values)
+        for parameter, data in memory:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+
+
+class _Protected(TorchDispatchMode):
+    """Refuses writes into the memory of parameters before they are done."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._memory = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            for argument, value in _arguments(function, args, kwargs):
+                if argument.alias_info is not None and argument.alias_info.is_write and self._holds(value):
+                    raise _writes_a_parameter(line_of_trace("".join(traceback.format_stack())))
+        return function(*args, **kwargs)
+
+    def _holds(self, value: Any) -> bool:
+        return any(tensor.untyped_storage()._cdata in self._memory for tensor in _tensors(value))
+
+
+def _arguments(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    for place, argument in enumerate(function._schema.arguments):
+        yield argument, args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _writes_a_parameter(where: SourceLine | None) -> StatefulModelError:
+    done = "" if where else " The write of this first call has been done: load the model again."
+    return StatefulModelError(
+        f"A call of the model writes to one of its parameters.{done}",
+        where=where,
+        why="a captured graph changes nothing, so the next call would compute with the old values.",
+        hint="leave parameters to the optimizer, or change them in the training loop.",
+    )
 
 
 # Gradients
 
 
-def _lost_gradient(call: _Call) -> LostGradientError | None:
+@contextlib.contextmanager
+def _hooks_on_nodes(found: list[SourceLine | None]) -> Iterator[None]:
+    """Notes hooks that the model puts on nodes of autograd's graph: a node does not tell which hooks it has."""
+
+    def profile(frame: types.FrameType, event: str, function: Any) -> None:
+        registers = event == "c_call" and getattr(function, "__name__", "") in ("register_hook", "register_prehook")
+        if registers and isinstance(getattr(function, "__self__", None), torch.autograd.graph.Node):
+            found.append(_line_of(frame))
+
+    with _profiled(profile):
+        yield
+
+
+@contextlib.contextmanager
+def _profiled(profile: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+    previous = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous)
+
+
+def _hook_on_a_node(where: SourceLine | None) -> LostGradientError:
+    return LostGradientError(
+        "The model puts a hook on a node of autograd's graph.",
+        where=where,
+        why="torch.export drops the hook, so gradients would be wrong.",
+        hint="write what the hook does as operations, for example x * s + (x * (1 - s)).detach() to scale by s.",
+    )
+
+
+def _lost_gradient(call: _Call, leaves: Sequence[Tensor]) -> LostGradientError | None:
     """An error where the output's gradient reaches a tensor that is not a parameter of the model."""
     own = {id(parameter) for parameter in call.model.parameters()}
-    with torch.autograd.detect_anomaly(check_nan=False):
-        leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, Tensor)]
     seen: set[Any] = set()
     stack: list[Any] = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     while stack:
@@ -144,14 +265,29 @@ def _not_registered(shape: tuple[int, ...], where: SourceLine | None) -> LostGra
 # Memory from call to call
 
 
-def _memory(call: _Call) -> StatefulModelError | None:
-    """An error where a call changes what the next one computes with."""
+def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None:
+    """An error where a call changes what the next one computes with, or computes something else than the last one."""
     state, of_python, of_numpy = state_of(call.model), random.getstate(), _numpy_position()
-    call()
+    again = _tensors(call())
     if random.getstate() != of_python or _numpy_position() != of_numpy:
         return _draws(_line_of_draw(call))
     name = first_difference(state, state_of(call.model))
-    return None if name is None else _changes(name, _line_of_change(call, name))
+    if name is not None:
+        return _changes(name, _line_of_change(call, name) or _line_that_changes(call))
+    return None if _equal(outputs, again) else _wanders(_line_of_forward(call.model))
+
+
+def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    return len(outputs) == len(again) and all(map(_close, outputs, again))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype not in _ROUNDING:
+        return torch.equal(a, b)
+    a, b, limit = a.detach().double().nan_to_num(), b.detach().double().nan_to_num(), _ROUNDING[a.dtype]
+    return not a.numel() or bool((a - b).abs().max() <= limit * a.abs().max())
 
 
 def _numpy_position() -> str:
@@ -166,13 +302,38 @@ def _line_of_draw(call: _Call) -> SourceLine | None:
         if event == "c_call" and drawn and (line := _line_of(frame)) is not None:
             found.append(line)
 
-    previous = sys.getprofile()
-    sys.setprofile(profile)
+    with _profiled(profile):
+        call()
+    return found[0] if found else None
+
+
+def _line_that_changes(call: _Call) -> SourceLine | None:
+    """The line of the user's own files after which the state has changed."""
+    before, lines, found = state_of(call.model), list[SourceLine](), list[SourceLine]()
+
+    def trace(frame: types.FrameType, event: str, _argument: Any) -> Any:
+        if found or len(lines) > _MOST_LINES or not is_own(frame.f_code.co_filename):
+            return None
+        if lines and event != "call" and state_of(call.model) != before:
+            found.append(lines[-1])
+        if event == "line":
+            lines.append(line_of_frame(frame))
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
     try:
         call()
     finally:
-        sys.setprofile(previous)
+        sys.settrace(previous)
     return found[0] if found else None
+
+
+def _line_of_forward(model: nn.Module) -> SourceLine | None:
+    code = getattr(type(model).forward, "__code__", None)
+    if code is None:
+        return None
+    return SourceLine(code.co_filename, code.co_firstlineno, "")
 
 
 def _line_of_change(call: _Call, name: str) -> SourceLine | None:
@@ -203,6 +364,15 @@ def _draws(where: SourceLine | None) -> StatefulModelError:
         where=where,
         why="a captured graph keeps the numbers of its capture, for all calls.",
         hint="draw them with torch, as tensors of one number per token, or outside of the model.",
+    )
+
+
+def _wanders(where: SourceLine | None) -> StatefulModelError:
+    return StatefulModelError(
+        "Two calls of the model on the same tokens, with the same random numbers, give different outputs.",
+        where=where,
+        why="it computes with something that changes from call to call, of which a captured graph keeps one value.",
+        hint="look for counters, generators, files and clocks that forward uses, and move them out of it.",
     )
 
 

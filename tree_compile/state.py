@@ -24,6 +24,7 @@ _BY_TEXT = (float, complex)
 """nan is not equal to itself, and 0.0 is equal to -0.0."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
+_OF_A_CLASS = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, dict)
 _WRAPPERS = (staticmethod, classmethod, property, functools.partial, types.MethodType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -187,9 +188,8 @@ class _Reader:
                 self.entries.append((path, name, _Same(value)))
                 if is_users:
                     self.read(path, name, value, 0)
-            elif not name.startswith("__") and not name.startswith("_abc"):
-                if is_users or isinstance(value, (*_PLAIN, *_BY_TEXT, *_SEQUENCES, dict)):
-                    self.read(path, name, value, 0)
+            elif not name.startswith(("__", "_abc")) and (is_users or isinstance(value, _OF_A_CLASS)):
+                self.read(path, name, value, 0)
 
     def _read_function(self, path: str, function: Any) -> None:
         """The function; of the user's own ones also what they take from around them."""
@@ -282,7 +282,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     members = (vars(base).items() for base in kind.__mro__ if base.__module__ != "builtins")
     slots = (name for own in members for name, value in own if isinstance(value, types.MemberDescriptorType))
     return tuple(name for name in slots if name != "__dict__")
@@ -322,7 +322,7 @@ def _is_users_file(file: str) -> bool:
 
 
 @functools.cache
-def _is_users_class(kind: type) -> bool:
+def _is_users_class(kind: Any) -> bool:
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__":
         return False
     return _is_users_file(str(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""))
@@ -333,6 +333,6 @@ def _is_others_class(value: Any) -> bool:
 
 
 @functools.cache
-def _is_mixin(kind: type) -> bool:
+def _is_mixin(kind: Any) -> bool:
     """Whether it is a base of modules that is no module itself."""
-    return any(issubclass(module, nn.Module) for module in kind.__subclasses__())
+    return any(issubclass(below, nn.Module) for below in kind.__subclasses__())

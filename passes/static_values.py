@@ -288,7 +288,7 @@ def _samples(
     constants = _constants(graph_module, _ancestors(wanted))
     done = 0
     for tokens in _probe_sizes(constants, min(greatest, longest or greatest), reach) if wanted else ():
-        values = _evaluate_if_possible(graph_module, nodes, wanted, tokens)
+        values = evaluate_if_possible(graph_module, nodes, wanted, tokens)
         done = tokens if values is not None else _last_possible(graph_module, nodes, wanted, done, tokens)
         if values is None and done:
             values = evaluate(graph_module, nodes, wanted, done)
@@ -299,7 +299,7 @@ def _samples(
     return samples, done
 
 
-def _evaluate_if_possible(
+def evaluate_if_possible(
     graph_module: fx.GraphModule, nodes: set[fx.Node], wanted: set[fx.Node], tokens: int
 ) -> dict[fx.Node, Tensor] | None:
     """None where a buffer ends before `tokens` (a mask of `max_length` rows, say)."""
@@ -316,7 +316,7 @@ def _last_possible(
 ) -> int:
     while impossible - possible > 1:
         middle = (possible + impossible) // 2
-        if _evaluate_if_possible(graph_module, nodes, wanted, middle) is None:
+        if evaluate_if_possible(graph_module, nodes, wanted, middle) is None:
             impossible = middle
         else:
             possible = middle
@@ -424,7 +424,7 @@ def _changed_at_some_length(
     symbol = token_symbol(graph_module.graph)
     changed: set[fx.Node] = set()
     for tokens in range(2, greatest + 1):
-        for node, value in (_evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
+        for node, value in (evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
             dims = [dim for dim, size in enumerate(shape_of(node)) if token_factor(size, symbol) == 1]
             drifts = isinstance(kinds[node], Drifting)
             if not (_same_steps(value, longest[node], dims[0]) if drifts else _is_prefix(value, longest[node], dims)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ from tree_compile.calls import check_keywords, check_not_wrapped, check_row, def
 from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
+from tree_compile.rehearsal import grow
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
 from tree_compile.state import State, state_of
 
 _TOKENS = "input_ids"
+_Key = tuple[tuple[str, ...], State]
 
 
 class TreeModel(nn.Module):
@@ -53,7 +56,9 @@ class TreeModel(nn.Module):
         self._backend = backend
         self._keywords = {**default_keywords(model), **forward_kwargs}
         self._self_check = self_check
-        self._programs: dict[tuple[tuple[str, ...], State], Program] = {}
+        self._programs: dict[_Key, Program] = {}
+        # Threads that share a tree model: one of them captures, the others wait.
+        self._making = threading.RLock()
 
     unpacked: nn.Module
     """The model itself, unchanged."""
@@ -134,6 +139,13 @@ class TreeModel(nn.Module):
         self.unpacked.train(mode)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copies: programs hold compiled code, and are made again by the first call."""
+        return {**{name: value for name, value in vars(self).items() if name != "_making"}, "_programs": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_making": threading.RLock()})
+
     def _random_plan(self) -> Plan:
         names = self._last_inputs()
         return plan_rows(random_sequences(self._program(names), names), min_shared_tokens=1)
@@ -148,6 +160,17 @@ class TreeModel(nn.Module):
 
     def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
         """The program for the model as it is now, and for the sequences of `rows`."""
+        with self._making:
+            key, program = self._current(input_names)
+            longest = max((int(row.sequence_length.max()) for row in rows), default=0)
+            if any(limit.tokens is not None and longest > limit.tokens for limit in program.rewritten.limits):
+                # A cache may have ended there, as long as the sequences that the model has seen.
+                grow(self.unpacked, input_names, self._keywords, longest)
+                key, program = self._current(input_names)
+            self._programs[key] = self._made_sure(program, input_names, rows)
+            return self._programs[key]
+
+    def _current(self, input_names: tuple[str, ...]) -> tuple[_Key, Program]:
         key = (input_names, state_of(self.unpacked))
         if key not in self._programs:
             self._forget(input_names)
@@ -155,8 +178,7 @@ class TreeModel(nn.Module):
             # The first calls of a model may fill caches.
             key = (input_names, state_of(self.unpacked))
             self._programs[key] = program
-        self._programs[key] = self._made_sure(self._programs[key], input_names, rows)
-        return self._programs[key]
+        return key, self._programs[key]
 
     def _make(self, input_names: tuple[str, ...]) -> Program:
         check_not_wrapped(self.unpacked)

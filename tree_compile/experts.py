@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tree_compile.patches import replaced
+
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     rows = hidden_states.reshape(-1, self.hidden_size)
@@ -51,11 +53,8 @@ _LOOPS: dict[tuple[str, str], Callable[..., Tensor]] = {
 def loops_over_all_experts(model: nn.Module) -> Iterator[None]:
     """`model` with the known loops over experts replaced; the classes get their own `forward` back."""
     kinds = {type(module) for module in model.modules()}
-    replaced = {kind: kind.forward for kind in kinds if (kind.__module__, kind.__name__) in _LOOPS}
-    for kind in replaced:
-        kind.forward = _LOOPS[kind.__module__, kind.__name__]
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if (loop := _LOOPS.get((kind.__module__, kind.__name__))) is not None:
+                stack.enter_context(replaced(kind, "forward", loop))
         yield
-    finally:
-        for kind, forward in replaced.items():
-            kind.forward = forward

@@ -72,10 +72,15 @@ def rehearse(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str
 
 
 def grow(model: nn.Module, input_names: Sequence[str], keywords: Mapping[str, Any], tokens: int) -> None:
-    """Shows `model` a sequence of `tokens` tokens, so that caches that grow with what they see are long enough."""
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device_of(model))
-    with _untouched(model), torch.inference_mode(False), torch.no_grad(), contextlib.suppress(Exception):
-        _Call(model, input_names, tuple(ids.clone() for _ in input_names), keywords)()
+    """Shows `model` a sequence of `tokens` tokens or more, so that caches that grow with what they see are long enough.
+
+    A model that fails has no such cache; what it is told is then that the sequence is too long.
+    """
+    with _untouched(model), torch.inference_mode(False), torch.no_grad():
+        for length in (1 << (tokens - 1).bit_length(), tokens):
+            ids = torch.zeros(1, length, dtype=torch.int64, device=device_of(model))
+            if _works(_Call(model, input_names, tuple(ids.clone() for _ in input_names), keywords)):
+                return
 
 
 def _works(call: _Call) -> bool:

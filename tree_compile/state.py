@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tree_compile.patches import original_of
+
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 _BY_TEXT = (float, complex)
@@ -146,7 +148,7 @@ class _Reader:
         return True
 
     def _read_parts(self, path: str, value: Any, depth: int) -> None:
-        self.entries.append((path, "", type(value)))
+        self.entries.append((path, "", type(value)))  # type: ignore[arg-type]
         if isinstance(value, _FUNCTIONS):
             self._read_function(path, value)
             return
@@ -154,7 +156,7 @@ class _Reader:
         if depth >= _DEEPEST or (is_container and len(value) > _MOST_ENTRIES):
             self.entries.append((path, "", (_Same(value), _identities(value) if is_container else None)))
             return
-        if not is_container and not isinstance(value, _WRAPPERS) and _is_users_class(type(value)):
+        if not is_container and not isinstance(value, _WRAPPERS) and _is_users_class(type(value)):  # type: ignore[arg-type]
             self._read_class(path, type(value))
         parts = _parts(value)
         if parts is None:
@@ -180,10 +182,11 @@ class _Reader:
                 self._read_own_class(base, _is_users_class(base))
 
     def _read_own_class(self, kind: type, is_users: bool) -> None:
-        if not is_users and not issubclass(kind, nn.Module) and not _is_mixin(kind):
+        if not is_users and not issubclass(kind, nn.Module) and not _is_mixin(kind):  # type: ignore[arg-type]
             return
         path = kind.__qualname__
-        for name, value in tuple(vars(kind).items()):
+        for name, found in tuple(vars(kind).items()):
+            value = original_of(found)
             if isinstance(value, (types.FunctionType, *_WRAPPERS)):
                 self.entries.append((path, name, _Same(value)))
                 if is_users:
@@ -212,7 +215,7 @@ class _Reader:
         """Of the objects that code takes from around it, those of other libraries are left alone: loggers and such."""
         followed = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, *_FUNCTIONS, *_WRAPPERS, Mapping, Tensor, nn.Module, type)
         is_plain = isinstance(value, followed) or _value(value) is not None
-        if (is_plain and not _is_others_class(value)) or _is_users_class(type(value)):
+        if (is_plain and not _is_others_class(value)) or _is_users_class(type(value)):  # type: ignore[arg-type]
             self.read(f"variable {name}", "", value, 0)
 
 
@@ -274,7 +277,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
         return [("get", value.fget), ("set", value.fset)]
     if isinstance(value, (staticmethod, classmethod)):
         return [("function", value.__func__)]
-    slots = _slots(type(value))
+    slots = _slots(type(value))  # type: ignore[arg-type]
     if not slots and not hasattr(value, "__dict__"):
         return None
     own = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]

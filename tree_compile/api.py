@@ -16,7 +16,15 @@ from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.rehearsal import grow
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.selfcheck import CheckReport, compare, evaluation, random_sequences, self_check, trained_parameters
+from tree_compile.selfcheck import (
+    CheckReport,
+    compare,
+    evaluation,
+    random_sequences,
+    self_check,
+    trained_parameters,
+    without_dropout,
+)
 from tree_compile.state import State, state_of
 
 _TOKENS = "input_ids"
@@ -199,11 +207,19 @@ class TreeModel(nn.Module):
     def _checked(self, program: Program, input_names: tuple[str, ...]) -> Program:
         if not program.rewritten.random:
             self_check(self.unpacked, program, self._keywords, input_names)
-        else:
+        elif not self._checked_without_dropout(input_names):
             with evaluation(self.unpacked):
                 calm = make_program(self.unpacked, input_names, self._keywords, "eager")
                 self_check(self.unpacked, calm, self._keywords, input_names)
         return replace(program, checked=True)
+
+    def _checked_without_dropout(self, input_names: tuple[str, ...]) -> bool:
+        """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
+        with without_dropout():
+            calm = make_program(self.unpacked, input_names, self._keywords, "eager")
+            if not calm.rewritten.random:
+                self_check(self.unpacked, calm, self._keywords, input_names)
+        return not calm.rewritten.random
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
         """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""

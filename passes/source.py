@@ -20,7 +20,7 @@ _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     *(
         os.path.join("tree_compile", name)
-        for name in ("capture.py", "experts.py", "foreign.py", "rehearsal.py", "watch.py")
+        for name in ("capture.py", "experts.py", "foreign.py", "patches.py", "rehearsal.py", "watch.py")
     ),
     "<eval_with_key>",
 )

@@ -28,6 +28,13 @@ class _Replaced:
         return mine[-1] if mine else self.original
 
 
+class _ReplacedProperty(_Replaced):
+    """The same for what can be set."""
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self.chosen().__set__(instance, value)
+
+
 class _ReplacedInModule(_Replaced):
     """The same for a function of a module, which is called as it stands there."""
 
@@ -68,7 +75,8 @@ def _place(owner: Any, name: str) -> _Replaced:
         place: _Replaced = _ReplacedInModule(getattr(builtins, name) if inherited else own, inherited)
     else:
         bases = (vars(base) for base in owner.__mro__)
-        place = _Replaced(next(base[name] for base in bases if name in base), inherited)
+        original = next(base[name] for base in bases if name in base)
+        place = (_ReplacedProperty if hasattr(original, "__set__") else _Replaced)(original, inherited)
     setattr(owner, name, place)
     return place
 

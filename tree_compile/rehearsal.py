@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import random
 import sys
 import traceback
@@ -279,7 +280,7 @@ def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None
     name = first_difference(state, state_of(call.model))
     if name is not None:
         return _changes(name, _line_of_change(call, name) or _line_that_changes(call))
-    return None if _equal(outputs, again) else _wanders(_line_of_forward(call.model))
+    return None if _equal(outputs, again) else _wanders(line_of_forward(call.model))
 
 
 def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
@@ -334,11 +335,13 @@ def _line_that_changes(call: _Call) -> SourceLine | None:
     return found[0] if found else None
 
 
-def _line_of_forward(model: nn.Module) -> SourceLine | None:
+def line_of_forward(model: nn.Module) -> SourceLine | None:
+    """Where the model's `forward` begins."""
     code = getattr(type(model).forward, "__code__", None)
     if code is None:
         return None
-    return SourceLine(code.co_filename, code.co_firstlineno, "")
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLine(code.co_filename, code.co_firstlineno, text)
 
 
 def _line_of_change(call: _Call, name: str) -> SourceLine | None:

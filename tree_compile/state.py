@@ -36,7 +36,9 @@ _MOST_IDENTITIES = 4_096
 _SMALL_ARRAY = 1 << 16
 _DEEPEST = 6
 _OF_AN_OBJECT = 2
-"""An object counts as two levels: from objects one comes to optimizers and data, from containers hardly."""
+"""An object of another library counts as two levels: from there one comes to all kinds of things."""
+_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader)
+"""What a trainer has beside the model, and changes in every step."""
 _NOT_THE_USERS = (f"{os.sep}site-packages{os.sep}", os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 
 Entry = tuple[str, str, Hashable]
@@ -153,7 +155,7 @@ class _Reader:
             self._read_function(path, value)
             return
         is_container = isinstance(value, (*_SEQUENCES, Mapping))
-        if depth >= _DEEPEST or (is_container and len(value) > _MOST_ENTRIES):
+        if depth >= _DEEPEST or isinstance(value, _TRAINING) or (is_container and len(value) > _MOST_ENTRIES):
             self.entries.append((path, "", (_Same(value), _identities(value) if is_container else None)))
             return
         if not is_container and not isinstance(value, _WRAPPERS) and _is_users_class(type(value)):  # type: ignore[arg-type]
@@ -162,7 +164,8 @@ class _Reader:
         if parts is None:
             self.entries.append((path, "", _text(value)))
             return
-        below = depth + (1 if is_container or isinstance(value, _WRAPPERS) else _OF_AN_OBJECT)
+        is_near = is_container or isinstance(value, _WRAPPERS) or _is_users_class(type(value))  # type: ignore[arg-type]
+        below = depth + (1 if is_near else _OF_AN_OBJECT)
         for key, part in parts:
             self.read(path, str(key), part, below)
 

@@ -149,6 +149,24 @@ def test_embedding_with_fewer_rows_is_seen():
         tree([[1, 2, 9]])
 
 
+def test_setting_far_down_in_objects_is_seen():
+    model = Tiny(lambda model, x, ids: x * model.a.by.by.by.by)
+    model.a = Slotted(Slotted(Slotted(Slotted(2.0))))
+    tree = tree_model(model)
+    require_equal(tree)
+    model.a.by.by.by.by = 3.0
+    require_equal(tree)
+
+
+def test_steps_of_an_optimizer_that_the_model_holds_are_no_changes():
+    model = Tiny(lambda model, x, ids: x).double()
+    model.trainer = Slotted(torch.optim.Adam(model.parameters()))
+    before = state_of(model)
+    model(torch.ones(1, 3, dtype=torch.int64)).sum().backward()
+    model.trainer.by.step()
+    assert state_of(model) == before
+
+
 def test_state_is_the_same_while_nothing_changes():
     model = Tiny(step)
     model.settings = [setting for before, after, _ in SETTINGS.values() for setting in (before, after)]

@@ -112,7 +112,7 @@ def _flat(results: Any) -> Iterator[Any]:
 
 def _detached(graph: fx.Graph, result: Any) -> Any:
     value = result.meta.get("val") if isinstance(result, fx.Node) else None
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return result
     node = graph.call_function(torch.ops.aten.detach.default, (result,))
     node.meta = {**inherited(result.meta), "val": value}

@@ -41,6 +41,9 @@ _PLAIN = _names(
     "masked_fill diff cumsum floor_divide tril triu"
 )
 """Operators of masks that compare positions, moved by constants, with each other."""
+_TAKE_PLACES = _names("le lt ge gt eq ne add sub floor_divide index cumsum diff")
+_WRAP_LATER = (torch.int16, torch.uint16)
+"""Numbers of fewer bits wrap, or are rounded, before the greatest T at which a mask is evaluated."""
 _PICK_ROWS = _names("index embedding index_select gather")
 _COUNT = _names("arange sym_size unsqueeze expand view reshape slice clone to detach alias ones cumsum")
 _PARTS = _names("split split_with_sizes chunk unbind")
@@ -160,14 +163,17 @@ def say_the_same(graph_module: fx.GraphModule, nodes: set[fx.Node], tried: int) 
     if any("alpha" in node.kwargs for node in moves):
         return False
     moved = sum(abs(number) for node in moves for number in numbers(node.args) if abs(number) > SMALL)
+    if any(node.meta["val"].dtype in _WRAP_LATER for node in operators if is_tensor(node)):
+        return False
     places = constants(graph_module, nodes - _fills(operators))
     return 2 * moved < tried and all(2 * constant < tried for constant in places)
 
 
 def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes whose numbers are values of a mask, not places."""
+    """Nodes whose numbers are values of a mask, not places: nothing computes or compares with them."""
     names = ("where", "masked_fill", "full", "new_full", "full_like", "scalar_tensor")
-    return {node for node in nodes if operator_name(node) in names}
+    places = ancestors({node for node in nodes if operator_name(node) in _TAKE_PLACES})
+    return {node for node in nodes if operator_name(node) in names and node not in places}
 
 
 def changed_at_some_length(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import fx
 
 from tree_compile.errors import SourceLine
-from tree_compile.passes.shapes import shape_of
+from tree_compile.passes.probing import evaluate_if_possible
+from tree_compile.passes.shapes import shape_of, token_factor, token_symbol
 from tree_compile.passes.source import source_line
-from tree_compile.passes.static_values import StaticValues, Table
+from tree_compile.passes.static_values import FIRST_REACH, GREATEST_PAIR, Kind, Pair, StaticValues, Table
 
 aten = torch.ops.aten
 _SAME_IDS = (aten.view.default, aten.to.dtype_layout, aten.to.dtype)
@@ -34,14 +36,38 @@ def position_limit(statics: StaticValues) -> LengthLimit:
     """The longest sequence whose positions all have a row in the model's embeddings of positions."""
     limit = LengthLimit()
     for node, kind in statics.kinds.items():
-        if not isinstance(kind, Table) or kind.first is None:
-            continue
-        for user in node.users:
-            if (found := _rows_indexed(user, node)) is not None:
-                rows = found - kind.first
-                if limit.tokens is None or rows < limit.tokens:
+        for user, index in _readers(node, statics):
+            if (there_are := _rows_indexed(user, index)) is not None:
+                rows = _tokens_with_rows(node, kind, there_are, statics)
+                if rows is not None and (limit.tokens is None or rows < limit.tokens):
                     limit = LengthLimit(rows, source_line(user))
     return limit
+
+
+def _readers(node: fx.Node, statics: StaticValues) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads `node`, and as which argument: itself, or a view of it that every layer makes for itself."""
+    for user in node.users:
+        yield user, node
+        if user.target in (aten.unsqueeze.default, aten.slice.Tensor) and user not in statics.nodes:
+            yield from _readers(user, statics)
+
+
+def _tokens_with_rows(node: fx.Node, kind: Kind, rows: int, statics: StaticValues) -> int | None:
+    """The greatest T at which all row numbers in `node` are below `rows`; None where none was seen that is not."""
+    if isinstance(kind, Table) and kind.first is not None:
+        return rows - kind.first
+    if not isinstance(kind, Table | Pair):
+        return None
+    tokens = statics.proved_length or FIRST_REACH
+    if isinstance(kind, Pair):
+        tokens = min(tokens, GREATEST_PAIR)
+    module = node.graph.owning_module
+    if module is None or (value := evaluate_if_possible(module, set(statics.nodes), {node}, tokens)) is None:
+        return None
+    symbol = token_symbol(node.graph)
+    dims = [dim for dim, size in enumerate(shape_of(node)) if token_factor(size, symbol) == 1]
+    beyond = ((value[node] >= rows) | (value[node] < -rows)).nonzero()
+    return int(beyond[:, dims].amax(1).min()) if len(beyond) else None
 
 
 def _rows_indexed(user: fx.Node, index: fx.Node) -> int | None:

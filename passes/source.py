@@ -20,7 +20,7 @@ _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     *(
         os.path.join("tree_compile", name)
-        for name in ("capture.py", "experts.py", "foreign.py", "rehearsal.py", "unpacked.py", "watch.py")
+        for name in ("capture.py", "experts.py", "foreign.py", "patches.py", "rehearsal.py", "unpacked.py", "watch.py")
     ),
     "<eval_with_key>",
 )
@@ -35,6 +35,11 @@ def source_line(node: fx.Node) -> SourceLine | None:
 def is_users(file: str) -> bool:
     """Whether `file` is neither torch's nor ours."""
     return not any(path in file for path in _NOT_THE_USERS)
+
+
+def is_own(file: str) -> bool:
+    """Whether `file` is the user's own: not that of an installed package either."""
+    return is_users(file) and _INSTALLED not in file and not file.startswith("<")
 
 
 def line_of_trace(trace: str) -> SourceLine | None:

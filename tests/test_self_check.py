@@ -79,3 +79,35 @@ def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     from tree_compile.passes.token_axis import ProveTokenAxis
 
     monkeypatch.setattr(ProveTokenAxis, "__call__", lambda self, _: ())
+
+
+class OnlyInTraining(nn.Module):
+    """Attends in training alone, and drops."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(16, 8), drop, nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids))[:, None]
+        if self.training:
+            x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.head(x[:, 0])
+
+
+class OwnDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.1, self.training)
+
+
+def test_self_check_sees_what_a_model_does_in_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, attention_that_sees_siblings, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_that_sees_siblings)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree"):
+        treecompile(OnlyInTraining(nn.Dropout(0.1)), backend="eager")(SEQUENCES)
+
+
+def test_self_check_of_a_model_with_a_dropout_of_its_own_is_that_of_eval_mode() -> None:
+    model = treecompile(OnlyInTraining(OwnDropout()), backend="eager")
+    assert len(model(SEQUENCES)) == 2
+    assert model.unpacked.training

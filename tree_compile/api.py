@@ -14,13 +14,23 @@ from tree_compile.explain import Explanation, explain
 from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
+from tree_compile.rehearsal import grow
 from tree_compile.runtime.plan import Plan, Row, check_options, plan_rows, warm_up
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.selfcheck import CheckReport, compare, evaluation, self_check, small_tree, trained_parameters
+from tree_compile.selfcheck import (
+    CheckReport,
+    compare,
+    evaluation,
+    self_check,
+    small_tree,
+    trained_parameters,
+    without_dropout,
+)
 from tree_compile.state import State, state_of
 from tree_compile.unpacked import Unpacked
 
 _TOKENS = "input_ids"
+_Key = tuple[tuple[str, ...], State]
 
 
 class TreeModel(nn.Module):
@@ -58,7 +68,9 @@ class TreeModel(nn.Module):
         self._backend = backend
         self._keywords = {**default_keywords(model), **forward_kwargs}
         self._self_check = self_check
-        self._programs: dict[tuple[tuple[str, ...], State], Program] = {}
+        self._programs: dict[_Key, Program] = {}
+        # Threads that share a tree model: one of them captures, the others wait.
+        self._making = threading.RLock()
 
     unpacked: nn.Module
     """The model itself, unchanged."""
@@ -149,6 +161,13 @@ class TreeModel(nn.Module):
         self.unpacked.train(mode)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copies: programs hold compiled code, and are made again by the first call."""
+        return {**{name: value for name, value in vars(self).items() if name != "_making"}, "_programs": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_making": threading.RLock()})
+
     def _random_plan(self) -> Plan:
         names = self._last_inputs()
         return plan_rows(small_tree(self._program(names), names), min_shared_tokens=1)
@@ -166,6 +185,17 @@ class TreeModel(nn.Module):
 
     def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
         """The program for the model as it is now, and for the sequences of `rows`."""
+        with self._making:
+            key, program = self._current(input_names)
+            longest = max((int(row.sequence_length.max()) for row in rows), default=0)
+            if any(limit.tokens is not None and longest > limit.tokens for limit in program.rewritten.limits):
+                # A cache may have ended there, as long as the sequences that the model has seen.
+                grow(self._unpacked(input_names), longest)
+                key, program = self._current(input_names)
+            self._programs[key] = self._made_sure(program, self._unpacked(input_names), rows)
+            return self._programs[key]
+
+    def _current(self, input_names: tuple[str, ...]) -> tuple[_Key, Program]:
         key = (input_names, state_of(self.unpacked))
         if key not in self._programs:
             self._forget(input_names)
@@ -173,8 +203,7 @@ class TreeModel(nn.Module):
             # The first calls of a model may fill caches.
             key = (input_names, state_of(self.unpacked))
             self._programs[key] = program
-        self._programs[key] = self._made_sure(self._programs[key], self._unpacked(input_names), rows)
-        return self._programs[key]
+        return key, self._programs[key]
 
     def _make(self, unpacked: Unpacked) -> Program:
         check_not_wrapped(unpacked.model)
@@ -195,10 +224,18 @@ class TreeModel(nn.Module):
     def _checked(self, program: Program, unpacked: Unpacked) -> Program:
         if not program.rewritten.random:
             self_check(unpacked, program)
-        else:
+        elif not self._checked_without_dropout(unpacked):
             with evaluation(unpacked.model):
                 self_check(unpacked, make_program(unpacked, "eager"))
         return replace(program, checked=True)
+
+    def _checked_without_dropout(self, unpacked: Unpacked) -> bool:
+        """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
+        with without_dropout():
+            calm = make_program(unpacked, "eager")
+            if not calm.rewritten.random:
+                self_check(unpacked, calm)
+        return not calm.rewritten.random
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
         """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import sys
 import traceback
 import types
@@ -24,12 +25,20 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from tree_compile.errors import CaptureError, ControlFlowError, SourceLine, TreeCompileError, UnsupportedOutputError
+from tree_compile.errors import (
+    CaptureError,
+    ControlFlowError,
+    LengthDependentError,
+    SourceLine,
+    TreeCompileError,
+    UnsupportedOutputError,
+)
 from tree_compile.foreign import capturable
 from tree_compile.guards import length_limit
 from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
 from tree_compile.patches import replaced
+from tree_compile.rehearsal import line_of_forward
 from tree_compile.unpacked import Unpacked, own_random_numbers
 from tree_compile.watch import watching
 
@@ -112,7 +121,7 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
     program = _export(flat, example)
     output_form = flat.seen.output_form
     assert output_form is not None
-    _require_plain_constants(output_form)
+    _require_plain_constants(output_form, unpacked.model)
     with _quiet():
         exported = program.module(check_guards=False)
     same_at = partial(_same_at, unpacked, exported)
@@ -140,16 +149,17 @@ def _same_at(unpacked: Unpacked, exported: fx.GraphModule, tokens: int) -> bool:
 def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     dynamic = {"values": tuple({1: torch.export.Dim.DYNAMIC} for _ in example)}
     fixed: list[SourceLine] = []
+    detached: list[SourceLine] = []
     try:
         with (
-            _quiet(), _lines_of_the_model(fixed), capturable(flat.model), watching(flat.model),
-            own_random_numbers(flat.unpacked.device),
+            _quiet(), _lines_of_the_model(fixed), _lines_of_data(detached), capturable(flat.model),
+            watching(flat.model), own_random_numbers(flat.unpacked.device),
         ):  # fmt: skip
             return torch.export.export(flat, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:
         raise
     except Exception as error:
-        raise _explained(error, fixed) from error
+        raise _explained(error, fixed, detached) from error
 
 
 @contextlib.contextmanager
@@ -190,14 +200,35 @@ def _lines_of_the_model(fixed: list[SourceLine]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _lines_of_data(lines: list[SourceLine]) -> Iterator[None]:
+    """`lines` gets the lines of the model that take the `.data` of a tensor."""
+    data: Any = vars(torch._C.TensorBase)["data"]
+
+    def get(tensor: Tensor) -> Tensor:
+        caller = sys._getframe(2)  # the one before is that of the replacement
+        if is_users(caller.f_code.co_filename) and (frame := frame_of_the_model(caller)) is not None:
+            lines.append(line_of_frame(frame))
+        return data.__get__(tensor)
+
+    with replaced(Tensor, "data", property(get, data.__set__)):
+        yield
+
+
 def _frames_of_the_model(_tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
     inside = itertools.dropwhile(lambda frame: frame.name != "forward", frames)
     kept = [frame for frame in inside if frame.name == "forward" or is_users(frame.filename)]
     return traceback.StackSummary.from_list(kept)
 
 
-def _explained(error: Exception, fixed: Sequence[SourceLine]) -> Exception:
+def _explained(error: Exception, fixed: Sequence[SourceLine], detached: Sequence[SourceLine]) -> Exception:
     text = str(error)
+    if isinstance(error, TypeError) and "unhashable" in text and "SymInt" in text:
+        return _keyed_by_length(_line_of_error(error))
+    if "fake tensor in the exported program" in text:
+        return _lost_value(detached[-1] if detached else None)
+    if "specialized it" in text and fixed and _SPACED.search(fixed[-1].code):
+        return _spaced_by_length(fixed[-1])
     if isinstance(error, (RuntimeError, ValueError)) and "specialized it" in text:
         return _control_flow("the number of tokens", fixed[-1] if fixed else None)
     if isinstance(error, (RuntimeError, ValueError)) and "data-dependent" in text:
@@ -208,6 +239,36 @@ def _explained(error: Exception, fixed: Sequence[SourceLine]) -> Exception:
         where=_line_of_error(error),
         why="the model has to be traced as one graph with a free number of tokens.",
         hint="run torch.export.export(model, (ids,), strict=False) alone to see the whole message.",
+    )
+
+
+_SPACED = re.compile(r"\b(lin|log)space\(")
+
+
+def _spaced_by_length(where: SourceLine) -> LengthDependentError:
+    return LengthDependentError(
+        "The model spaces numbers evenly over the number of tokens.",
+        where=where,
+        why="the number at a token changes with the tokens after it, so sequences cannot share a prefix.",
+        hint="take steps of one size, such as torch.arange(T) * step.",
+    )
+
+
+def _keyed_by_length(where: SourceLine | None) -> ControlFlowError:
+    return ControlFlowError(
+        "The model uses the number of tokens as a key.",
+        where=where,
+        why="a captured graph has a free number of tokens, for which a dict or a set holds nothing.",
+        hint="register one buffer for the longest sequence, and take its first rows: self.table[:T].",
+    )
+
+
+def _lost_value(where: SourceLine | None) -> CaptureError:
+    return CaptureError(
+        "A value that the model computes was lost in the capture.",
+        where=where,
+        why="torch.export takes it for a constant.",
+        hint="leave torch.func and .data out of the model's forward: x.detach() for x.data.",
     )
 
 
@@ -224,8 +285,15 @@ def _line_of_error(error: BaseException) -> SourceLine | None:
     return line_of_trace("".join(traceback.format_tb(error.__traceback__)))
 
 
-def _require_plain_constants(form: OutputForm) -> None:
+def _require_plain_constants(form: OutputForm, model: nn.Module) -> None:
     for constant in form.constants.values():
+        if isinstance(constant, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise UnsupportedOutputError(
+                "The model returns a number that it makes from its number of tokens.",
+                where=line_of_forward(model),
+                why="a row has many sequences, and a captured graph returns tensors and plain constants.",
+                hint="leave it out of the output: len(out[i]) tells the number of tokens of sequence i.",
+            )
         if constant is not None and not isinstance(constant, (bool, int, float, str)):
             raise UnsupportedOutputError(
                 f"The model returns a {type(constant).__name__}, which is neither a tensor nor a plain constant.",
@@ -256,10 +324,5 @@ def _under_own_names(exported: fx.GraphModule, input_names: Sequence[str]) -> fx
 
 def _real(node: fx.Node, value: Any) -> Any:
     if isinstance(value, FakeTensor):
-        raise CaptureError(
-            "A value that the model computes was lost in the capture.",
-            where=next((line for user in node.users if (line := source_line(user))), None),
-            why="torch.export takes it for a constant.",
-            hint="leave torch.func and .data out of the model's forward.",
-        )
+        raise _lost_value(next((line for user in node.users if (line := source_line(user))), None))
     return value

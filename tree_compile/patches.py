@@ -1,21 +1,88 @@
-"""A part of another library or of a model, replaced for a while."""
+"""A part of another library or of a model, replaced for a while, in one thread."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
+_CHANGING = threading.Lock()
+
+
+class _Replaced:
+    """Stands in a class for what it replaces: every thread but those that replace it finds the original."""
+
+    def __init__(self, original: Any, is_inherited: bool) -> None:
+        self.original, self.is_inherited = original, is_inherited
+        self.functions: dict[int, list[Any]] = {}
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        chosen = self.chosen()
+        return chosen.__get__(instance, owner) if hasattr(chosen, "__get__") else chosen
+
+    def chosen(self) -> Any:
+        mine = self.functions.get(threading.get_ident())
+        return mine[-1] if mine else self.original
+
+
+class _ReplacedProperty(_Replaced):
+    """The same for what can be set."""
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self.chosen().__set__(instance, value)
+
+
+class _ReplacedInModule(_Replaced):
+    """The same for a function of a module, which is called as it stands there."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.chosen()(*args, **kwargs)
+
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`value` as what a class, a module or any other object `owner` calls `name`."""
-    inherited, own = name not in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
+def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """`function` as what this thread calls `name` of a class or a module `owner`; other threads call what was there."""
+    thread = threading.get_ident()
+    with _CHANGING:
+        place = _place(owner, name)
+        place.functions.setdefault(thread, []).append(function)
     try:
         yield
     finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+        with _CHANGING:
+            place.functions[thread].pop()
+            if not place.functions[thread]:
+                del place.functions[thread]
+            if not place.functions:
+                _restore(owner, name, place)
+
+
+def original_of(value: Any) -> Any:
+    """What stands in a class when nothing is replaced."""
+    return value.original if isinstance(value, _Replaced) else value
+
+
+def _place(owner: Any, name: str) -> _Replaced:
+    """Where the functions of all threads are, put there by the first one."""
+    own = vars(owner).get(name)
+    if isinstance(own, _Replaced):
+        return own
+    inherited = name not in vars(owner)
+    if isinstance(owner, types.ModuleType):
+        place: _Replaced = _ReplacedInModule(getattr(builtins, name) if inherited else own, inherited)
+    else:
+        bases = (vars(base) for base in owner.__mro__)
+        original = next(base[name] for base in bases if name in base)
+        place = (_ReplacedProperty if hasattr(original, "__set__") else _Replaced)(original, inherited)
+    setattr(owner, name, place)
+    return place
+
+
+def _restore(owner: Any, name: str, place: _Replaced) -> None:
+    if place.is_inherited:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, place.original)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import random
 import sys
+import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
-from tree_compile.passes.source import frame_of_the_model, line_of_frame, line_of_trace
+from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_trace
 from tree_compile.patches import replaced
 from tree_compile.state import first_difference, state_of
-from tree_compile.unpacked import Unpacked
-
-Example = tuple[Tensor, ...]
+from tree_compile.unpacked import Unpacked, device_of, own_random_numbers
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 _SHORT = (31, 29, 23, 19, 17, 13, 11, 7, 5, 3)
 """For models with few positions."""
+_ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""By how much, of the greatest number, two calls may differ that add up in another order."""
+_MOST_LINES = 2_000
 
 
 @dataclass(frozen=True)
@@ -38,29 +42,91 @@ class Rehearsal:
         error: what has to be raised, unless something more telling is found.
     """
 
-    example: Example
+    example: tuple[Tensor, ...]
     error: RefusedModelError | None = None
 
 
 def rehearse(unpacked: Unpacked) -> Rehearsal:
-    """Calls the model a few times in the mode that it is in; buffers and random numbers are left as they were."""
-    examples = list(_examples(unpacked))
-    with _untouched(unpacked):
-        example = next((example for example in examples if _works(unpacked, example)), None)
-        if example is None:
-            return Rehearsal(examples[0])  # the capture will say why
-        return Rehearsal(example, _lost_gradient(unpacked, example) or _memory(unpacked, example))
+    """Calls the model a few times in its present mode; its tensors and random numbers are left as they were."""
+    calls = [_Call(unpacked, example) for example in _examples(unpacked)]
+    with _untouched(unpacked.model):
+        try:
+            call = next((call for call in calls if _works(call)), None)
+        except StatefulModelError as error:
+            return Rehearsal(calls[0].example, error)
+        if call is None:
+            return Rehearsal(calls[0].example)  # the capture will say why
+        return Rehearsal(call.example, _findings(call))
 
 
-def _works(unpacked: Unpacked, example: Example) -> bool:
+def grow(unpacked: Unpacked, tokens: int) -> None:
+    """Shows the model a sequence of `tokens` tokens or more, so that caches that grow with it are long enough.
+
+    A model that fails has no such cache; what it is told is then that the sequence is too long.
+    """
+    with _untouched(unpacked.model), torch.inference_mode(False), torch.no_grad():
+        for length in (1 << (tokens - 1).bit_length(), tokens):
+            ids = torch.zeros(1, length, dtype=torch.int64, device=unpacked.device)
+            if _works(_Call(unpacked, tuple(ids.clone() for _ in unpacked.input_names))):
+                return
+
+
+def _works(call: _Call) -> bool:
     try:
-        unpacked(example)
+        with _Protected(call.model):
+            call()
+    except StatefulModelError:
+        raise
     except Exception:
-        return False
+        return _works_unprotected(call)
     return True
 
 
-def _examples(unpacked: Unpacked) -> Iterator[Example]:
+def _works_unprotected(call: _Call) -> bool:
+    """Some operators of higher order cannot be watched."""
+    before = _versions(call.model)
+    try:
+        call()
+    except Exception:
+        return False
+    if _versions(call.model) != before:
+        raise _writes_a_parameter(None)
+    return True
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+
+def _findings(call: _Call) -> RefusedModelError | None:
+    found: list[SourceLine | None] = []
+    with torch.autograd.detect_anomaly(check_nan=False), _hooks_on_nodes(found):
+        outputs = _tensors(call())
+    if found:
+        return _hook_on_a_node(found[0])
+    return _lost_gradient(call, outputs) or _memory(call, outputs)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    unpacked: Unpacked
+    example: tuple[Tensor, ...]
+
+    def __call__(self) -> Any:
+        """Every call draws the same random numbers."""
+        with own_random_numbers(self.unpacked.device):
+            return self.unpacked(self.example)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.unpacked.model
+
+
+def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
     """Inputs to try, one by one; token ids are small enough for any vocabulary."""
     sizes = {size for parameter in unpacked.model.parameters() for size in parameter.shape}
     first = next((length for length in _LENGTHS if length not in sizes), 131)
@@ -70,12 +136,12 @@ def _examples(unpacked: Unpacked) -> Iterator[Example]:
 
 
 @contextlib.contextmanager
-def _untouched(unpacked: Unpacked) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone()) for buffer in unpacked.model.buffers()]
+def _untouched(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    memory = [(parameter, parameter.data) for parameter in model.parameters()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    device = unpacked.device
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        with own_random_numbers(device_of(model)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -84,16 +150,83 @@ def _untouched(unpacked: Unpacked) -> Iterator[None]:
         for buffer, values in before:
             if not torch.equal(buffer, values):
                 buffer.data.copy_(values)
+        for parameter, data in memory:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+
+
+class _Protected(TorchDispatchMode):
+    """Refuses writes into the memory of parameters before they are done."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._memory = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            for argument, value in _arguments(function, args, kwargs):
+                if argument.alias_info is not None and argument.alias_info.is_write and self._holds(value):
+                    raise _writes_a_parameter(line_of_trace("".join(traceback.format_stack())))
+        return function(*args, **kwargs)
+
+    def _holds(self, value: Any) -> bool:
+        return any(tensor.untyped_storage()._cdata in self._memory for tensor in _tensors(value))
+
+
+def _arguments(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    for place, argument in enumerate(function._schema.arguments):
+        yield argument, args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _writes_a_parameter(where: SourceLine | None) -> StatefulModelError:
+    done = "" if where else " The write of this first call has been done: load the model again."
+    return StatefulModelError(
+        f"A call of the model writes to one of its parameters.{done}",
+        where=where,
+        why="a captured graph changes nothing, so the next call would compute with the old values.",
+        hint="leave parameters to the optimizer, or change them in the training loop.",
+    )
 
 
 # Gradients
 
 
-def _lost_gradient(unpacked: Unpacked, example: Example) -> LostGradientError | None:
+@contextlib.contextmanager
+def _hooks_on_nodes(found: list[SourceLine | None]) -> Iterator[None]:
+    """Notes hooks that the model puts on nodes of autograd's graph: a node does not tell which hooks it has."""
+
+    def profile(frame: types.FrameType, event: str, function: Any) -> None:
+        registers = event == "c_call" and getattr(function, "__name__", "") in ("register_hook", "register_prehook")
+        if registers and isinstance(getattr(function, "__self__", None), torch.autograd.graph.Node):
+            found.append(_line_of(frame))
+
+    with _profiled(profile):
+        yield
+
+
+@contextlib.contextmanager
+def _profiled(profile: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+    previous = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous)
+
+
+def _hook_on_a_node(where: SourceLine | None) -> LostGradientError:
+    return LostGradientError(
+        "The model puts a hook on a node of autograd's graph.",
+        where=where,
+        why="torch.export drops the hook, so gradients would be wrong.",
+        hint="write what the hook does as operations, for example x * s + (x * (1 - s)).detach() to scale by s.",
+    )
+
+
+def _lost_gradient(call: _Call, leaves: Sequence[Tensor]) -> LostGradientError | None:
     """An error where the output's gradient reaches a tensor that is not a parameter of the model."""
-    own = {id(parameter) for parameter in unpacked.model.parameters()}
-    with torch.autograd.detect_anomaly(check_nan=False):
-        leaves = [leaf for leaf in pytree.tree_leaves(unpacked(example)) if isinstance(leaf, Tensor)]
+    own = {id(parameter) for parameter in call.model.parameters()}
     seen: set[Any] = set()
     stack: list[Any] = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     while stack:
@@ -122,21 +255,36 @@ def _not_registered(shape: tuple[int, ...], where: SourceLine | None) -> LostGra
 # Memory from call to call
 
 
-def _memory(unpacked: Unpacked, example: Example) -> StatefulModelError | None:
-    """An error where a call changes what the next one computes with."""
-    state, of_python, of_numpy = state_of(unpacked.model), random.getstate(), _numpy_position()
-    unpacked(example)
+def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None:
+    """An error where a call changes what the next one computes with, or computes something else than the last one."""
+    state, of_python, of_numpy = state_of(call.model), random.getstate(), _numpy_position()
+    again = _tensors(call())
     if random.getstate() != of_python or _numpy_position() != of_numpy:
-        return _draws(_line_of_draw(unpacked, example))
-    name = first_difference(state, state_of(unpacked.model))
-    return None if name is None else _changes(name, _line_of_change(unpacked, example, name))
+        return _draws(_line_of_draw(call))
+    name = first_difference(state, state_of(call.model))
+    if name is not None:
+        return _changes(name, _line_of_change(call, name) or _line_that_changes(call))
+    return None if _equal(outputs, again) else _wanders(line_of_forward(call.model))
+
+
+def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    return len(outputs) == len(again) and all(map(_close, outputs, again))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype not in _ROUNDING:
+        return torch.equal(a, b)
+    a, b, limit = a.detach().double().nan_to_num(), b.detach().double().nan_to_num(), _ROUNDING[a.dtype]
+    return not a.numel() or bool((a - b).abs().max() <= limit * a.abs().max())
 
 
 def _numpy_position() -> str:
     return str(np.random.get_state())
 
 
-def _line_of_draw(unpacked: Unpacked, example: Example) -> SourceLine | None:
+def _line_of_draw(call: _Call) -> SourceLine | None:
     found: list[SourceLine] = []
 
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
@@ -144,20 +292,47 @@ def _line_of_draw(unpacked: Unpacked, example: Example) -> SourceLine | None:
         if event == "c_call" and drawn and (line := _line_of(frame)) is not None:
             found.append(line)
 
-    previous = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        unpacked(example)
-    finally:
-        sys.setprofile(previous)
+    with _profiled(profile):
+        call()
     return found[0] if found else None
 
 
-def _line_of_change(unpacked: Unpacked, example: Example, name: str) -> SourceLine | None:
+def _line_that_changes(call: _Call) -> SourceLine | None:
+    """The line of the user's own files after which the state has changed."""
+    before, lines, found = state_of(call.model), list[SourceLine](), list[SourceLine]()
+
+    def trace(frame: types.FrameType, event: str, _argument: Any) -> Any:
+        if found or len(lines) > _MOST_LINES or not is_own(frame.f_code.co_filename):
+            return None
+        if lines and event != "call" and state_of(call.model) != before:
+            found.append(lines[-1])
+        if event == "line":
+            lines.append(line_of_frame(frame))
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(previous)
+    return found[0] if found else None
+
+
+def line_of_forward(model: nn.Module) -> SourceLine | None:
+    """Where the model's `forward` begins."""
+    code = getattr(type(model).forward, "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLine(code.co_filename, code.co_firstlineno, text)
+
+
+def _line_of_change(call: _Call, name: str) -> SourceLine | None:
     """The line that sets the attribute of a module."""
     set_attribute: Callable[..., None] = nn.Module.__setattr__
     found: list[SourceLine] = []
-    paths = {id(module): path for path, module in unpacked.model.named_modules()}
+    paths = {id(module): path for path, module in call.model.named_modules()}
 
     def note(module: nn.Module, attribute: str, value: Any) -> None:
         is_it = f"{paths.get(id(module))}.{attribute}".removeprefix(".") == name
@@ -166,7 +341,7 @@ def _line_of_change(unpacked: Unpacked, example: Example, name: str) -> SourceLi
         set_attribute(module, attribute, value)
 
     with replaced(nn.Module, "__setattr__", note):
-        unpacked(example)
+        call()
     return found[0] if found else None
 
 
@@ -181,6 +356,15 @@ def _draws(where: SourceLine | None) -> StatefulModelError:
         where=where,
         why="a captured graph keeps the numbers of its capture, for all calls.",
         hint="draw them with torch, as tensors of one number per token, or outside of the model.",
+    )
+
+
+def _wanders(where: SourceLine | None) -> StatefulModelError:
+    return StatefulModelError(
+        "Two calls of the model on the same tokens, with the same random numbers, give different outputs.",
+        where=where,
+        why="it computes with something that changes from call to call, of which a captured graph keeps one value.",
+        hint="look for counters, generators, files and clocks that forward uses, and move them out of it.",
     )
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from tree_compile.errors import SelfCheckError
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.output import RowResult, TreeOutput
+from tree_compile.patches import replaced
 from tree_compile.programs import Program
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.unpacked import Unpacked
@@ -267,3 +269,19 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Dropout keeps everything, in any mode: for this thread, and for modules and functions of torch.nn alike."""
+
+    def keep(input: Tensor, *_args: Any, **_options: Any) -> Tensor:  # noqa: A002
+        return input
+
+    with ExitStack() as stack:
+        for name in _DROPOUTS:
+            stack.enter_context(replaced(functional, name, keep))
+        yield

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
+import operator
+import os
 import random
+import sys
 import types
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,14 +18,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
-_CONTAINERS = (Mapping, list, tuple, set, frozenset)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_MOST_ENTRIES = 64
-"""A container with more entries is data, such as a tokenizer's, and not a setting."""
-_DEEPEST = 3
+from tree_compile.patches import original_of
 
-Entry = tuple[str, Hashable]
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
+_BY_TEXT = (float, complex)
+"""nan is not equal to itself, and 0.0 is equal to -0.0."""
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_OF_A_CLASS = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, dict)
+_WRAPPERS = (staticmethod, classmethod, property, functools.partial, types.MethodType)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MOST_ENTRIES = 64
+"""A container with more entries is data, such as a tokenizer's: only which objects it holds is looked at."""
+_MOST_IDENTITIES = 4_096
+_SMALL_ARRAY = 1 << 16
+_DEEPEST = 6
+_OF_AN_OBJECT = 2
+"""An object of another library counts as two levels: from there one comes to all kinds of things."""
+_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader)
+"""What a trainer has beside the model, and changes in every step."""
+_NOT_THE_USERS = (f"{os.sep}site-packages{os.sep}", os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
+
+Entry = tuple[str, str, Hashable]
 
 
 class State(NamedTuple):
@@ -28,7 +49,8 @@ class State(NamedTuple):
 
     Attributes:
         modes: for every module, whether it trains.
-        entries: named hooks, parameters, buffers, and attributes of modules and of the objects in them.
+        entries: path, name and value of hooks, parameters, buffers, and of the settings of modules, of their classes,
+            of the objects in them, and of the user's own functions.
     """
 
     modes: tuple[bool, ...]
@@ -37,72 +59,200 @@ class State(NamedTuple):
 
 def state_of(model: nn.Module) -> State:
     """Changes whenever a captured graph of `model` may no longer be the model."""
-    modules = list(model.named_modules())
-    seen: set[int] = set()
-    entries: list[Entry] = []
-    for path, module in modules:
-        entries += [(f"{path}.hooks", _hooks(module)), *_tensors(path, module)]
-        for name, value in vars(module).items():
-            if name not in _OF_EVERY_MODULE:
-                entries += _values(f"{path}.{name}", value, seen, 0)
-    return State(tuple(module.training for _, module in modules), tuple(entries))
+    reader = _Reader()
+    reader.read_module("", model)
+    for name in ("forward", "forward_pre", "backward", "backward_pre"):
+        reader.read_hooks("hooks of all modules", getattr(nn.modules.module, f"_global_{name}_hooks"))
+    return State(tuple(reader.modes), tuple(reader.entries))
 
 
 def first_difference(before: State, after: State) -> str | None:
     """Name of the first entry in which two states differ."""
     for old, new in itertools.zip_longest(before.entries, after.entries):
         if old != new:
-            return str((new or old)[0]).removeprefix(".")
+            path, name, _ = new or old
+            return f"{path}.{name}".strip(".")
     return None
 
 
-def _hooks(module: nn.Module) -> tuple[int, ...]:
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return tuple(number for hooks in kinds for number in hooks)
+class _Same:
+    """Equal to itself alone. It keeps the object, so that no other one can come to have its address."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
-def _tensors(path: str, module: nn.Module) -> Iterator[Entry]:
+class _Reader:
+    """Reads every module, class, function and object once; where it comes to one again, it notes which one it is."""
+
+    def __init__(self) -> None:
+        self.modes: list[bool] = []
+        self.entries: list[Entry] = []
+        self._seen: dict[int, tuple[int, Any]] = {}
+
+    def read_module(self, path: str, module: nn.Module) -> None:
+        if not self._is_new(path, "", module):
+            return
+        attributes = vars(module)
+        self.modes.append(module.training)
+        self._read_class(path, type(module))
+        for kind in _HOOKS:
+            if attributes.get(kind):
+                self.read_hooks(f"{path}.hooks", attributes[kind])
+        self.entries += _parameters(path, module)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.entries.append((path, name, _tensor(buffer)))
+        for name, value in attributes.items():
+            if name not in _OF_EVERY_MODULE:
+                self.read(path, name, value, 0)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.read_module(f"{path}.{name}" if path else name, child)
+
+    def read_hooks(self, path: str, hooks: Mapping[int, Any]) -> None:
+        for number, hook in hooks.items():
+            self.entries.append((path, "", number))
+            self.read(path, str(number), hook, 0)
+
+    def read(self, path: str, name: str, value: Any, depth: int) -> None:
+        """The settings in a value, each with its name."""
+        kind = type(value)
+        if kind in _EXACT:
+            self.entries.append((path, name, (kind, value)))
+        elif kind is float:
+            self.entries.append((path, name, repr(value)))
+        elif id(value) in self._seen:
+            self.entries.append((path, name, self._seen[id(value)][0]))
+        elif isinstance(value, nn.Module):
+            self.read_module(f"{path}.{name}".strip("."), value)
+        elif (found := _value(value)) is not None:
+            self.entries.append((path, name, (kind, found)))
+        elif isinstance(value, type):
+            self._read_class(f"{path}.{name}".strip("."), value)
+        elif self._is_new(path, name, value):
+            self._read_parts(f"{path}.{name}".strip("."), value, depth)
+
+    def _is_new(self, path: str, name: str, value: Any) -> bool:
+        place = self._seen.get(id(value))
+        if place is not None:
+            self.entries.append((path, name, place[0]))
+            return False
+        self._seen[id(value)] = (len(self._seen), value)
+        return True
+
+    def _read_parts(self, path: str, value: Any, depth: int) -> None:
+        self.entries.append((path, "", type(value)))  # type: ignore[arg-type]
+        if isinstance(value, _FUNCTIONS):
+            self._read_function(path, value)
+            return
+        is_container = isinstance(value, (*_SEQUENCES, Mapping))
+        if depth >= _DEEPEST or isinstance(value, _TRAINING) or (is_container and len(value) > _MOST_ENTRIES):
+            self.entries.append((path, "", (_Same(value), _identities(value) if is_container else None)))
+            return
+        if not is_container and not isinstance(value, _WRAPPERS) and _is_users_class(type(value)):  # type: ignore[arg-type]
+            self._read_class(path, type(value))
+        parts = _parts(value)
+        if parts is None:
+            self.entries.append((path, "", _text(value)))
+            return
+        is_near = is_container or isinstance(value, _WRAPPERS) or _is_users_class(type(value))  # type: ignore[arg-type]
+        below = depth + (1 if is_near else _OF_AN_OBJECT)
+        for key, part in parts:
+            self.read(path, str(key), part, below)
+
+    # Code
+
+    def _read_class(self, path: str, kind: type) -> None:
+        """What a class says, up to those of torch."""
+        self.entries.append((path, "", kind))
+        if id(kind) in self._seen:
+            return
+        self._seen[id(kind)] = (len(self._seen), kind)
+        self.entries.append((path, "forward", _Same(getattr(kind, "forward", None))))
+        for base in kind.__mro__:
+            if base is nn.Module or base is object:
+                break
+            if not (base.__module__ == "torch" or base.__module__.startswith("torch.")):
+                self._read_own_class(base, _is_users_class(base))
+
+    def _read_own_class(self, kind: type, is_users: bool) -> None:
+        if not is_users and not issubclass(kind, nn.Module) and not _is_mixin(kind):  # type: ignore[arg-type]
+            return
+        path = kind.__qualname__
+        for name, found in tuple(vars(kind).items()):
+            value = original_of(found)
+            if isinstance(value, (types.FunctionType, *_WRAPPERS)):
+                self.entries.append((path, name, _Same(value)))
+                if is_users:
+                    self.read(path, name, value, 0)
+            elif not name.startswith(("__", "_abc")) and (is_users or isinstance(value, _OF_A_CLASS)):
+                self.read(path, name, value, 0)
+
+    def _read_function(self, path: str, function: Any) -> None:
+        """The function; of the user's own ones also what they take from around them."""
+        self.entries.append((path, "", function))
+        code = getattr(function, "__code__", None)
+        if code is None or not _is_users_file(code.co_filename):
+            return
+        self.entries.append((path, "", code))
+        for number, cell in enumerate(function.__closure__ or ()):
+            if (value := _content(cell)) is not cell:
+                self._read_of_code(code.co_freevars[number], value)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._read_of_code(path, value)
+        around = function.__globals__
+        for name in _names(code):
+            if name in around:
+                self._read_of_code(name, around[name])
+
+    def _read_of_code(self, name: str, value: Any) -> None:
+        """Of the objects that code takes from around it, those of other libraries are left alone: loggers and such."""
+        followed = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, *_FUNCTIONS, *_WRAPPERS, Mapping, Tensor, nn.Module, type)
+        is_plain = isinstance(value, followed) or _value(value) is not None
+        if (is_plain and not _is_others_class(value)) or _is_users_class(type(value)):  # type: ignore[arg-type]
+            self.read(f"variable {name}", "", value, 0)
+
+
+def _parameters(path: str, module: nn.Module) -> Iterator[Entry]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield f"{path}.{name}", (id(parameter), parameter.dtype, parameter.device, parameter.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield f"{path}.{name}", _identity(buffer)
+            yield path, name, (
+                id(parameter), parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad,
+            )  # fmt: skip
 
 
-def _identity(tensor: Tensor) -> Hashable:
+def _tensor(tensor: Tensor) -> Hashable:
     """Also tells of writes; of one through `.data` only where it brings other memory."""
     version = None if tensor.is_inference() else tensor._version
     memory = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
-    return id(tensor), tensor.dtype, tensor.device, tensor.requires_grad, version, memory
+    return _Same(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, version, memory
 
 
-def _values(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Entry]:
-    """The settings in an attribute, each with its name."""
+def _value(value: Any) -> Hashable | None:
+    """What a value without parts is; None where it has parts."""
     if isinstance(value, _PLAIN):
-        yield name, value
-    elif isinstance(value, float):
-        yield name, repr(value)  # nan is not equal to itself
-    elif isinstance(value, Tensor):
-        yield name, _identity(value)
-    elif (drawn := _drawn(value)) is not None:
-        yield name, drawn
-    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
-        yield name, id(value)
-    elif not isinstance(value, (nn.Module, types.ModuleType)) and id(value) not in seen and depth < _DEEPEST:
-        seen.add(id(value))
-        parts = _parts(value)
-        if len(parts) <= _MOST_ENTRIES or not isinstance(value, _CONTAINERS):
-            for key, part in parts:
-                yield from _values(f"{name}.{key}", part, seen, depth + 1)
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(enumerate(value))
-    return list(getattr(value, "__dict__", {}).items())
+        return value if isinstance(value, enum.Enum) else repr(value)
+    if isinstance(value, _BY_TEXT):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    if isinstance(value, np.ndarray):
+        small = value.tobytes() if value.nbytes <= _SMALL_ARRAY and not value.dtype.hasobject else None
+        return _Same(value), value.shape, value.dtype.str, value.ctypes.data, small
+    if isinstance(value, Iterator):
+        return _Same(value), operator.length_hint(value, -1), repr(value) if type(value) is itertools.count else None
+    return _drawn(value)
 
 
 def _drawn(value: Any) -> Hashable | None:
@@ -111,4 +261,84 @@ def _drawn(value: Any) -> Hashable | None:
         return hash(value.getstate())
     if isinstance(value, np.random.Generator):
         return str(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
     return str(value.get_state()) if isinstance(value, np.random.RandomState) else None
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """Named parts of a container or an object; None where they cannot be seen."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, _SEQUENCES):
+        return list(enumerate(value))
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__), ("function", value.__func__)]
+    if isinstance(value, property):
+        return [("get", value.fget), ("set", value.fset)]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [("function", value.__func__)]
+    slots = _slots(type(value))  # type: ignore[arg-type]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    own = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    return own + list(getattr(value, "__dict__", {}).items())
+
+
+@functools.cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    members = (vars(base).items() for base in kind.__mro__ if base.__module__ != "builtins")
+    slots = (name for own in members for name, value in own if isinstance(value, types.MemberDescriptorType))
+    return tuple(name for name in slots if name != "__dict__")
+
+
+def _text(value: Any) -> Hashable:
+    """Values of the standard library, such as ranges and dates, are what they print; others are known by identity."""
+    is_standard = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+    return repr(value) if is_standard else _Same(value)
+
+
+def _identities(value: Any) -> Hashable:
+    if len(value) > _MOST_IDENTITIES:
+        return len(value)
+    parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+    return len(value), hash(tuple(map(id, parts)))
+
+
+def _content(cell: types.CellType) -> Any:
+    """The cell itself where it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of variables and attributes, also of functions inside."""
+    inside = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const))
+    return tuple(dict.fromkeys((*code.co_names, *inside)))
+
+
+@functools.cache
+def _is_users_file(file: str) -> bool:
+    return not any(part in file for part in _NOT_THE_USERS)
+
+
+@functools.cache
+def _is_users_class(kind: Any) -> bool:
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__":
+        return False
+    return _is_users_file(str(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""))
+
+
+def _is_others_class(value: Any) -> bool:
+    return isinstance(value, type) and not _is_users_class(value)
+
+
+@functools.cache
+def _is_mixin(kind: Any) -> bool:
+    """Whether it is a base of modules that is no module itself."""
+    return any(issubclass(below, nn.Module) for below in kind.__subclasses__())

@@ -37,9 +37,14 @@ class Unpacked:
     @property
     def device(self) -> torch.device:
         """Device of the model's first parameter or buffer; the CPU where it has none."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            return tensor.device
-        return torch.device("cpu")
+        return device_of(self.model)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Device of a model's first parameter or buffer; the CPU where it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 from tree_compile.errors import LostGradientError, TokenMixingError
 from tree_compile.passes.source import line_of_trace
@@ -21,7 +22,7 @@ _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction
 
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[None]:
-    """Refuses hooks on gradients, hand-written backwards, inference mode inside of the model, and recurrent layers.
+    """Refuses hooks on gradients and saved tensors, hand-written backwards, inference mode, and recurrent layers.
 
     Raises:
         LostGradientError: the model changes gradients in a way that a captured graph does not keep.
@@ -35,6 +36,7 @@ def watching(model: nn.Module) -> Iterator[None]:
             replaced(Tensor, "register_hook", _refuse_hook),
             replaced(Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
             replaced(Function, "apply", classmethod(_refuse_own_backward(Function.__dict__["apply"]))),
+            replaced(saved_tensors_hooks, "__enter__", _refuse_saved_tensors_hooks(saved_tensors_hooks.__enter__)),
             replaced(torch.inference_mode, "__enter__", _refuse_inference_mode(torch.inference_mode.__enter__)),
         ):
             yield
@@ -90,6 +92,23 @@ def _refuse_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:
             where=_line_of_the_model(),
             why="torch.export drops the switch, so gradients would flow where the model stops them.",
             hint="use torch.no_grad().",
+        )
+
+    return refuse
+
+
+def _refuse_saved_tensors_hooks(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Those of torch's own, as of checkpoints, give back what was saved."""
+
+    def refuse(context: saved_tensors_hooks) -> Any:
+        kind = type(context)
+        if kind is not saved_tensors_hooks and kind.__module__.startswith("torch."):
+            return enter(context)
+        raise LostGradientError(
+            "The model puts hooks on the tensors that are saved for the backward pass.",
+            where=_line_of_the_model(),
+            why="torch.export drops the hooks, so gradients would be wrong where they change what was saved.",
+            hint="put them around the call of the tree model instead.",
         )
 
     return refuse

@@ -1,6 +1,9 @@
 """A model that was changed after the first call is captured again; one that its own calls change is refused."""
 
+import itertools
 import random
+import time
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch import nn
 from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
 from tree_compile.errors import (
     LostGradientError,
+    RefusedModelError,
     SequenceTooLongError,
     StatefulModelError,
     TokenMixingError,
@@ -151,7 +155,40 @@ def draws_from_its_own_generator(model, x, ids):
     return x * model.generator.random()
 
 
+COUNT, CLOCK = [0], SimpleNamespace(read=time.perf_counter)
+SHARED = np.random.default_rng(0)
+
+
+def counts_in_a_global_list(model, x, ids):
+    COUNT[0] += 1
+    return x * COUNT[0]
+
+
+def counts_in_its_class(model, x, ids):
+    Tiny.calls = getattr(Tiny, "calls", 0) + 1
+    return x
+
+
+def counts_in_a_queue(model, x, ids):
+    model.__dict__.setdefault("queue", deque()).append(1)
+    return x
+
+
+def counts_with_an_iterator(model, x, ids):
+    model.__dict__.setdefault("iterator", itertools.count())
+    return x * next(model.iterator)
+
+
+def draws_from_a_global_generator(model, x, ids):
+    return x * SHARED.random()
+
+
 REMEMBERS = [
+    (counts_in_a_global_list, "COUNT[0] += 1", "changes nothing"),
+    (counts_in_its_class, "Tiny.calls = ", "changes nothing"),
+    (counts_in_a_queue, "append(1)", "changes nothing"),
+    (counts_with_an_iterator, "next(model.iterator)", "changes nothing"),
+    (draws_from_a_global_generator, "SHARED.random()", "changes nothing"),
     (counts, "model.calls = ", "changes nothing"),
     (moves_a_buffer, "model.table = ", "changes nothing"),
     (keeps_its_last_tokens, "model.last = x", "changes nothing"),
@@ -189,6 +226,47 @@ def test_calls_before_a_capture_leave_buffers_and_random_numbers_as_they_were():
     torch.testing.assert_close(model.table, table)
     assert states[:2] == (random.getstate(), str(np.random.get_state()))
     assert torch.equal(states[2], torch.get_rng_state())
+
+
+def reads_a_clock(model, x, ids):
+    return x * CLOCK.read()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_model_whose_calls_differ_is_refused(training):
+    model = Tiny(lambda model, x, ids: F.dropout(reads_a_clock(model, x, ids), 0.1, model.training)).train(training)
+    with pytest.raises(StatefulModelError, match="give different outputs"):
+        tree_model(model).explain()
+
+
+def test_model_that_only_draws_from_torch_is_not_taken_for_one_that_remembers():
+    assert tree_model(Tiny(lambda model, x, ids: F.dropout(x, 0.5))).explain()
+
+
+def moves_its_gain(model, x, ids):
+    with torch.no_grad():
+        model.gain.mul_(1.1)
+    return x
+
+
+def moves_its_gain_unseen(model, x, ids):
+    model.gain.data.add_(1)
+    return x
+
+
+def replaces_its_gain(model, x, ids):
+    model.gain.data = model.gain.data + 1
+    return x
+
+
+@pytest.mark.parametrize("step", [moves_its_gain, moves_its_gain_unseen, replaces_its_gain])
+def test_call_that_writes_to_a_parameter_is_refused_and_leaves_it(step):
+    model = Tiny(step).double()
+    gain = model.gain.detach().clone()
+    with pytest.raises(RefusedModelError) as raised:
+        tree_model(model).explain()
+    assert torch.equal(model.gain, gain)
+    assert raised.value.where is not None
 
 
 def fills_a_cache(model, x, ids):

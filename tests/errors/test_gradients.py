@@ -198,3 +198,61 @@ def write_without_gradients(model, x, ids):
 def test_write_without_gradients_into_a_tensor_with_them_is_refused():
     step = Tiny(write_without_gradients)
     require_refusal(step, LostGradientError, "x.mul_(2)", "its gradient does not", __file__)
+
+
+def hook_on_a_node(model, x, ids):
+    scaled = x * 2
+    if scaled.grad_fn is not None:
+        scaled.grad_fn.register_hook(lambda outer, inner: tuple(g and g / 2 for g in outer))
+    return scaled
+
+
+def hook_before_a_node(model, x, ids):
+    scaled = x * 2
+    if scaled.grad_fn is not None:
+        torch.autograd.graph.get_gradient_edge(scaled).node.register_prehook(lambda inner: inner)
+    return scaled
+
+
+def altered_saved_tensors(model, x, ids):
+    with torch.autograd.graph.saved_tensors_hooks(lambda a: a * 2, lambda a: a):
+        return x.sin()
+
+
+class Doubling(torch.autograd.graph.saved_tensors_hooks):
+    def __init__(self):
+        super().__init__(lambda a: a * 2, lambda a: a)
+
+
+def altered_saved_tensors_by_a_class(model, x, ids):
+    with Doubling():
+        return x.sin()
+
+
+HIDDEN = [
+    (hook_on_a_node, "register_hook", "drops the hook"),
+    (hook_before_a_node, "register_prehook", "drops the hook"),
+    (altered_saved_tensors, "saved_tensors_hooks", "drops the hooks"),
+    (altered_saved_tensors_by_a_class, "with Doubling()", "drops the hooks"),
+]
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(HIDDEN))
+def test_hook_inside_of_autograd_is_refused(step, code, why):
+    require_refusal(Tiny(step), LostGradientError, code, why, __file__)
+
+
+def saved_on_the_cpu(model, x, ids):
+    with torch.autograd.graph.save_on_cpu():
+        return x.sin()
+
+
+def complex_without_gradients(model, x, ids):
+    with torch.no_grad():
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * 1j
+    return x + torch.view_as_real(turned).flatten(-2)
+
+
+@pytest.mark.parametrize("step", [saved_on_the_cpu, complex_without_gradients])
+def test_gradient_is_exact_where_values_are_only_moved_or_detached(step):
+    assert tree_model(Tiny(step)).check().ok

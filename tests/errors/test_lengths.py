@@ -333,3 +333,44 @@ def test_branch_at_one_greater_length_is_a_limit():
     assert len(tree([[1] * 49])) == 1
     with pytest.raises(SequenceTooLongError, match="takes 49 at the most"):
         tree([[1] * 50])
+
+
+# Caches and tables that end
+
+
+def rows_of_pairs_of_tokens(model, x, ids):
+    return x + model.rows[torch.arange(x.shape[1]) // 2]
+
+
+def rows_by_an_embedding(model, x, ids):
+    return x + torch.nn.functional.embedding((torch.arange(x.shape[1]) // 2)[None], model.rows)
+
+
+def rows_from_a_later_one(model, x, ids):
+    return x + model.rows[torch.arange(x.shape[1]) * 2 % 80 + 3]
+
+
+@pytest.mark.parametrize(
+    ("step", "longest"), [(rows_of_pairs_of_tokens, 128), (rows_by_an_embedding, 128), (rows_from_a_later_one, 31)]
+)
+def test_sequence_whose_computed_positions_have_no_row_is_refused(step, longest):
+    tree = tree_model(Tiny(step))
+    assert len(tree([[1] * longest])[0]) == longest
+    with pytest.raises(SequenceTooLongError, match=f"takes {longest} at the most"):
+        tree([[1] * (longest + 1)])
+
+
+def cache_that_grows(model, x, ids):
+    tokens = x.shape[1]
+    if getattr(model, "cache", None) is None or model.cache.shape[0] < tokens:
+        model.cache = torch.arange(tokens, dtype=x.dtype)[:, None]
+    return x + model.cache[:tokens]
+
+
+def test_cache_that_grows_with_the_sequences_is_exact():
+    tree = tree_model(Tiny(cache_that_grows))
+    for tokens in (3, 60, 100, 90, 300):
+        sequences = [[1] * tokens, [1] * (tokens - 1) + [2]]
+        for own, logits in zip(sequences, tree(sequences), strict=True):
+            torch.testing.assert_close(logits, tree.unpacked(torch.tensor([own]))[0])
+    assert tree.unpacked.cache.shape[0] == 512

@@ -62,7 +62,16 @@ def test_longer_sequences_are_proved_when_they_come() -> None:
         assert torch.allclose(out.logits[i], model(torch.tensor([tokens]))[0], rtol=0, atol=1e-10)
 
 
-def test_a_mask_of_more_than_comparisons_ends_where_its_proof_ends() -> None:
-    model = Masked(lambda q, k, _: q >> 14 == k >> 14)
+BEYOND = {
+    "a chunk by shifts": lambda q, k, _: q >> 14 == k >> 14,
+    "a window in a filled tensor": lambda q, k, _: q - k < torch.full((), 9_000, dtype=torch.int64),
+    "a window in a branch": lambda q, k, _: q - k < torch.where(k > 2, 9_000, 8_999),
+    "a window added to a filled tensor": lambda q, k, _: q < k + torch.full_like(k, 9_000),
+    "numbers that wrap": lambda q, k, _: k.to(torch.int16) <= q.to(torch.int16),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_mask_of_more_than_comparisons_ends_where_its_proof_ends(name: str) -> None:
     with pytest.raises(SequenceTooLongError, match="proved for"):
-        treecompile(model, backend="eager")([torch.zeros(9_000, dtype=torch.int64)])
+        treecompile(Masked(BEYOND[name]), backend="eager")([torch.zeros(9_000, dtype=torch.int64)])

@@ -249,7 +249,7 @@ def test_call_that_writes_to_a_parameter_is_refused_and_leaves_it(step):
     with pytest.raises(RefusedModelError) as raised:
         tree_model(model).explain()
     assert torch.equal(model.gain, gain)
-    assert (raised.value.where is None) == (step is replaces_its_gain)
+    assert raised.value.where is not None
 
 
 def fills_a_cache(model, x, ids):

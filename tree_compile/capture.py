@@ -289,7 +289,7 @@ def _require_plain_constants(form: OutputForm, model: nn.Module) -> None:
     for constant in form.constants.values():
         if isinstance(constant, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise UnsupportedOutputError(
-                "The model returns a number that it makes from its number of tokens.",
+                f"The model returns a {type(constant).__name__}, a number that it makes from its number of tokens.",
                 where=line_of_forward(model),
                 why="a row has many sequences, and a captured graph returns tensors and plain constants.",
                 hint="leave it out of the output: len(out[i]) tells the number of tokens of sequence i.",

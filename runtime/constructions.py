@@ -17,6 +17,8 @@ _MOST_OPEN = 1_024
 """Rows that a leaf is tried in; with more, the fullest are closed, so that the work stays linear."""
 _MOST_BINS = 8_192
 """The same for the bins of one segment: the greatest come first, and most of them stay open for small ones."""
+_MOST_WORK = 100_000_000
+"""Pairs of bins that are looked at; then bins go up as they are, as in deep trees whose bins never join."""
 
 
 def constructions(tree: PrefixTree, leaves: Leaves, row_tokens: int) -> Iterator[IntArray]:
@@ -105,7 +107,7 @@ def _bottom_up(parent, end, length, row_tokens, most_open):
     load, first, last = np.zeros(leaves, np.int64), np.arange(leaves), np.arange(leaves)
     following, beside = np.full(leaves, -1, np.int64), np.full(leaves, -1, np.int64)
     bins = np.full(count + 1, -1, np.int64)  # of each segment the first of a linked list, `beside`
-    items = np.empty(leaves, np.int64)
+    items, work = np.empty(leaves, np.int64), np.zeros(1, np.int64)
     for segment in range(count - 1, -2, -1):
         if segment >= 0 and leaf[segment] >= 0:
             packed = leaf[segment]
@@ -115,7 +117,7 @@ def _bottom_up(parent, end, length, row_tokens, most_open):
                 items[found] = item
                 found, item = found + 1, beside[item]
             capacity = row_tokens - (end[segment] if segment >= 0 else 0)
-            packed = _best_fit(items[:found], load, first, last, following, beside, capacity, most_open)
+            packed = _best_fit(items[:found], load, first, last, following, beside, capacity, most_open, work)
         if segment >= 0:
             while packed >= 0:
                 after = beside[packed]
@@ -126,13 +128,14 @@ def _bottom_up(parent, end, length, row_tokens, most_open):
 
 
 @numba.njit(cache=True)
-def _best_fit(items, load, first, last, following, beside, capacity, most_open):
+def _best_fit(items, load, first, last, following, beside, capacity, most_open, work):
     """Joins bins, the fullest first, each into the fullest that it fits into; the first of those that are left."""
     opened, done = 0, -1
     open_bins = np.empty(most_open, np.int64)
     for place in np.argsort(-load[items], kind="mergesort"):
         item, best = items[place], -1
-        for at in range(opened):
+        work[0] += opened
+        for at in range(opened if work[0] < _MOST_WORK else 0):
             candidate = open_bins[at]
             fits = load[candidate] + load[item] <= capacity
             if fits and (best < 0 or load[candidate] > load[best]):

@@ -89,7 +89,8 @@ def estimate(
         pool: sequences of the past, as `plan_rows` takes them.
         row_tokens: the row lengths to try.
         groups: the group of each sequence, such as its prompt; None makes every sequence a group.
-        group_counts: groups in a batch, each drawn whole and without repetition; None takes the whole pool once.
+        group_counts: groups in a batch (sequences, where `groups` is left out), each drawn whole and without repetition;
+            None takes the whole pool once.
         samples: batches that are drawn for each size. All row lengths are tried on the same ones.
         seed: of the draws.
         min_shared_tokens: as in `plan_rows`.
@@ -98,11 +99,16 @@ def estimate(
 
     Raises:
         InputError: the sequences are not usable, or one is longer than a row.
-        ValueError: `groups` has not one entry per sequence, or a count is not between 1 and the number of groups.
+        ValueError: `groups` has not one entry per sequence, a count is not between 1 and the number of groups, or
+            another option has no meaning.
     """
     batch = as_batch(pool)
     members = _members(batch, groups)
     counts = [len(members)] if group_counts is None else list(group_counts)
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; it must be at least 1")
+    if isinstance(row_tokens, int) or any(length is None for length in row_tokens):
+        raise ValueError(f"row_tokens is {row_tokens}; it must be a list of row lengths")
     if any(not 1 <= count <= len(members) for count in counts):
         raise ValueError(f"group_counts must be between 1 and the {len(members)} groups of the pool, not {counts}")
     random, found = np.random.default_rng(seed), []
@@ -123,7 +129,8 @@ def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]
     if len(groups) != len(batch):
         raise ValueError(f"groups has {len(groups)} entries for {len(batch)} sequences")
     found: dict[Hashable, list[int]] = {}
-    for sequence, group in enumerate(groups):
+    # Entries of a tensor are equal to themselves alone.
+    for sequence, group in enumerate(groups.tolist() if hasattr(groups, "tolist") else groups):
         found.setdefault(group, []).append(sequence)
     return list(found.values())
 

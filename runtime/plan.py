@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import zipfile
+import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tree_compile.errors import InputError, PlanError
-from tree_compile.runtime.bounds import row_bounds
+from tree_compile.errors import PayloadError, PlanError
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END, Layout, lay_out
 from tree_compile.runtime.page import plan_page
 from tree_compile.runtime.render import render_plan
@@ -26,6 +27,9 @@ __all__ = ["Plan", "Row", "check_options", "plan_rows", "warm_up"]
 
 _FORMAT = 1
 _SHARES = ("all", "context")
+_BROKEN_FILE = (
+    KeyError, ValueError, TypeError, AttributeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,6 +269,8 @@ class Plan:
     def with_sequences(self, sequences: Sequences) -> Plan:
         """The plan with its sequences, which have to be those that it was made for.
 
+        Compared are the lengths, and the tokens that are shared.
+
         Raises:
             InputError: the sequences are not usable.
             PlanError: they are others.
@@ -303,12 +309,15 @@ class Plan:
         try:
             with np.load(path, allow_pickle=False) as file:
                 version, row_tokens, padded, row_bound, token_bound = file["numbers"].tolist()
+                _check_version(version, path)
                 tree = PrefixTree(**{field.name: file[f"tree.{field.name}"] for field in fields(PrefixTree)})
                 layout = Layout(**{field.name: file[f"layout.{field.name}"] for field in fields(Layout)})
-        except (KeyError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        except PlanError:
+            raise
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
+            raise
+        except _BROKEN_FILE as error:
             raise PlanError(f"{path} is not a plan.", why=str(error), hint="write it with plan.save(path).") from error
-        if version != _FORMAT:
-            raise PlanError(f"{path} is a plan of version {version}, not {_FORMAT}.", hint="plan the sequences anew.")
         return cls(None, tree, layout, row_tokens or None, bool(padded), row_bound, token_bound)
 
     def __repr__(self) -> str:
@@ -360,12 +369,15 @@ def plan_rows(
         ValueError: an option has no meaning.
     """
     check_options(row_tokens, min_shared_tokens, objective, pad_rows)
+    _check_budget(plan_seconds, plan_attempts)
+    if trainable is not None and share != "context":
+        raise ValueError('trainable is for share="context"')
     if share not in _SHARES:
         raise ValueError(f"share is {share!r}; it must be one of {', '.join(map(repr, _SHARES))}")
     batch = as_batch(sequences)
     tree = build_prefix_tree(batch, min_shared_tokens, _limits(batch, trainable) if share == "context" else None)
-    packed = pack_rows(tree, row_tokens, objective, Budget(plan_seconds, plan_attempts))
-    return Plan(batch, tree, lay_out(tree, packed), row_tokens, pad_rows, *row_bounds(tree, row_tokens))
+    packed, bounds = pack_rows(tree, row_tokens, objective, Budget(plan_seconds, plan_attempts))
+    return Plan(batch, tree, lay_out(tree, packed), row_tokens, pad_rows, *bounds)
 
 
 def check_options(row_tokens: int | None, min_shared_tokens: int, objective: str, pad_rows: bool) -> None:
@@ -374,14 +386,34 @@ def check_options(row_tokens: int | None, min_shared_tokens: int, objective: str
     Raises:
         ValueError: names the option.
     """
-    if row_tokens is not None and (row_tokens < 1 or row_tokens % 1):
-        raise ValueError(f"row_tokens is {row_tokens}; it must be a whole number of at least 1, or None")
-    if min_shared_tokens < 1 or min_shared_tokens % 1:
-        raise ValueError(f"min_shared_tokens is {min_shared_tokens}; it must be a whole number of at least 1")
+    if row_tokens is not None:
+        _check_count("row_tokens", row_tokens, 1)
+    _check_count("min_shared_tokens", min_shared_tokens, 1)
     if objective not in OBJECTIVES:
         raise ValueError(f"the objective is {objective!r}; it must be one of {', '.join(map(repr, OBJECTIVES))}")
     if pad_rows and row_tokens is None:
         raise ValueError("pad_rows=True needs row_tokens: the length to pad to")
+
+
+def _check_version(version: int, path: str | PathLike[str]) -> None:
+    if version != _FORMAT:
+        raise PlanError(f"{path} is a plan of version {version}, not {_FORMAT}.", hint="plan the sequences anew.")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    try:
+        is_right = operator.index(value) >= least
+    except TypeError:
+        is_right = False
+    if not is_right:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _check_budget(seconds: float, attempts: int | None) -> None:
+    if not seconds >= 0:
+        raise ValueError(f"plan_seconds is {seconds!r}; it must be 0 or more")
+    if attempts is not None:
+        _check_count("plan_attempts", attempts, 0)
 
 
 def _tree_of(row: Row) -> PrefixTree:
@@ -408,9 +440,12 @@ def _limits(batch: Batch, trainable: Sequence[TokenSequence] | None) -> IntArray
     if trainable is None:
         raise ValueError('share="context" needs trainable: per sequence one value per token')
     masks = [np.asarray(mask) != 0 for mask in trainable]
-    if [len(mask) for mask in masks] != batch.lengths.tolist():
-        raise InputError(
-            "trainable does not fit to the sequences.", why="it has one value for every token of every sequence."
+    shapes = [(length,) for length in batch.lengths.tolist()]
+    if [mask.shape for mask in masks] != shapes:
+        wrong = next((i for i, (m, s) in enumerate(zip(masks, shapes, strict=False)) if m.shape != s), None)
+        raise PayloadError(
+            f"trainable does not fit to {'the number of sequences' if wrong is None else f'sequence {wrong}'}.",
+            why="it has one value for every token of every sequence.",
         )
     first = [int(mask.argmax()) if mask.any() else len(mask) + 1 for mask in masks]
     return np.maximum(np.array(first) - 1, 0)
@@ -419,5 +454,6 @@ def _limits(batch: Batch, trainable: Sequence[TokenSequence] | None) -> IntArray
 def warm_up() -> None:
     """Loads what numba has compiled, or compiles it when it is first used on a machine, so that no step waits."""
     for dtype in (np.int64, np.int32):
-        sequences = [np.array([1, 2, 3, last], dtype) for last in (4, 5, 6)]
-        plan_rows(sequences, 5, 1, plan_attempts=1)
+        # The best construction is above the bound, so that rows are reopened.
+        sequences = [np.array([first] * 3 + [last] * 2, dtype) for first in range(3) for last in (7, 8, 9)]
+        plan_rows(sequences, 8, 1, plan_attempts=1).with_sequences(sequences)

@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from tree_compile.errors import SequenceTooLongError
-from tree_compile.runtime.plan import Plan, plan_rows
+from tree_compile.errors import PayloadError, SequenceTooLongError
+from tree_compile.runtime.plan import Plan, check_options, plan_rows
 from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, as_batch
 
 __all__ = ["Planner", "ReadyRow"]
@@ -21,11 +19,11 @@ class ReadyRow:
 
     Attributes:
         plan: a plan of this one row, over the sequences in it.
-        sequence_ids: the number of each sequence of the plan, counted from 0 in the order in which they were added.
+        numbers: of each sequence of the plan, counted from 0 in the order in which they were added.
     """
 
     plan: Plan
-    sequence_ids: tuple[int, ...]
+    numbers: tuple[int, ...]
 
 
 class Planner:
@@ -57,12 +55,14 @@ class Planner:
         longest_wait: int | None = None,
         plan_seconds: float = 0.02,
     ) -> None:
-        if row_tokens < 1 or rows_waiting < 2 or not 0 < full <= 1 or (longest_wait is not None and longest_wait < 0):
-            raise ValueError("row_tokens must be at least 1, rows_waiting 2, full in (0, 1], longest_wait 0 or more")
+        check_options(row_tokens, min_shared_tokens, "rows", pad_rows=False)
+        if rows_waiting < 2 or not 0 < full <= 1 or (longest_wait is not None and longest_wait < 0):
+            raise ValueError("rows_waiting must be at least 2, full in (0, 1], longest_wait 0 or more")
         self._options = (row_tokens, min_shared_tokens)
         self._seconds = plan_seconds
         self._rows_waiting, self._full, self._longest_wait = rows_waiting, full, longest_wait
         self._waiting: dict[int, dict[str, TokenArray]] = {}
+        self._names: tuple[str, ...] = ()
         self._added = 0
         self._room = rows_waiting * row_tokens
         """Tokens that may be added before it is worth to plan again: so many could at most be computed."""
@@ -82,7 +82,15 @@ class Planner:
             InputError: the sequence is not usable, or longer than a row.
         """
         one = {n: [v] for n, v in sequence.items()} if isinstance(sequence, Mapping) else [sequence]
-        inputs = {name: values[0] for name, values in as_batch(one).inputs.items()}
+        # Copies: a caller may fill the same array with the next rollout.
+        inputs = {name: values[0].copy() for name, values in as_batch(one).inputs.items()}
+        self._names = self._names or tuple(inputs)
+        if tuple(inputs) != self._names:
+            raise PayloadError(
+                f"The sequence has the inputs {', '.join(inputs)}, and those before it had {', '.join(self._names)}.",
+                why="sequences of a row are computed together.",
+                hint="give every sequence the same inputs, in one order.",
+            )
         tokens = len(next(iter(inputs.values())))
         if tokens > self._options[0]:
             raise SequenceTooLongError(
@@ -109,21 +117,22 @@ class Planner:
         ids = self.waiting
         plan = plan_rows(self._batch(ids), *self._options, plan_seconds=self._seconds)
         enough = plan.packed_tokens >= self._rows_waiting * self._options[0]
-        oldest = ids[0] if self._overdue() else -1
-        ready = []
-        for index, row in enumerate(plan.rows):
-            is_due = any(ids[i] == oldest for i in row.sequence_ids)
-            if all_rows or is_due or (enough and row.length >= self._full * self._options[0]):
-                ready.append(index)
+        ready = [index for index in range(len(plan.rows)) if all_rows or self._goes(plan, index, ids, enough)]
         if enough and not ready:
             ready.append(max(range(len(plan.rows)), key=lambda index: plan.rows[index].length))
         found = [ReadyRow(plan.of_row(index), tuple(ids[i] for i in plan.rows[index].sequence_ids)) for index in ready]
-        for number in itertools.chain(*(row.sequence_ids for row in found)):
+        for number in itertools.chain(*(row.numbers for row in found)):
             del self._waiting[number]
         computed = plan.packed_tokens - sum(row.plan.packed_tokens for row in found)
         self._room = max(self._rows_waiting * self._options[0] - computed, self._options[0])
         return found
 
+    def _goes(self, plan: Plan, index: int, ids: tuple[int, ...], enough: bool) -> bool:
+        """Whether a row is full, while enough others wait, or holds a sequence that has waited for too long."""
+        row = plan.rows[index]
+        is_due = self._overdue() and any(ids[i] == ids[0] for i in row.sequence_ids)
+        return is_due or (enough and row.length >= self._full * self._options[0])
+
     def _batch(self, ids: tuple[int, ...]) -> Batch:
         names = list(self._waiting[ids[0]])
-        return Batch({name: [np.asarray(self._waiting[i][name]) for i in ids] for name in names})
+        return Batch({name: [self._waiting[i][name] for i in ids] for name in names})

@@ -19,10 +19,12 @@ _NEAR = 16
 _SAME = 1e-9
 _MANY = 20
 """Of so many rows the emptiest is taken where a nearly empty one is wanted."""
-_PER_LOOK = 200
-"""Attempts between two looks at the clock."""
+_MOST_PER_LOOK = 200
+_LOOK_SECONDS = 0.005
+"""Between two looks at the clock, about."""
 _PATIENCE = 20
-"""So many attempts per leaf without a gain are the end, and some thousand at least."""
+"""So many attempts per leaf without a gain are the end, and `_LEAST_PATIENCE` at least."""
+_LEAST_PATIENCE = 5_000
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,18 @@ def reopen_rows(
     state = _Rows(leaves, row_of, row_tokens)
     random = np.array([0x9E3779B97F4A7C15], np.uint64)
     attempts, until = budget.attempts, time.perf_counter() + budget.seconds
-    done, last_gain, patience = 0, 0, 5_000 + _PATIENCE * len(leaves)
+    done, last_gain, patience = 0, 0, _LEAST_PATIENCE + _PATIENCE * len(leaves)
+    count = 1
     while not state.is_best(bounds) and done - last_gain < patience:
         if done >= attempts if attempts is not None else time.perf_counter() >= until:
             break
-        count = _PER_LOOK if attempts is None else min(_PER_LOOK, attempts - done)
-        gained = state.attempt(count, random, few_tokens)
+        if attempts is not None:
+            count = min(_MOST_PER_LOOK, attempts - done)  # whatever the clock says
+        began = time.perf_counter()
         done += count
-        last_gain = done if gained else last_gain
+        last_gain = done if state.attempt(count, random, few_tokens) else last_gain
+        is_quick = time.perf_counter() - began < _LOOK_SECONDS
+        count = min(2 * count, _MOST_PER_LOOK) if is_quick else max(1, count // 2)
     return state.row_of
 
 
@@ -170,7 +176,8 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
 def _score(used, row_tokens, few_tokens):
     share = used / row_tokens
     if few_tokens:
-        return -1000.0 * share - share * share if used else 0.0
+        # A token weighs more than all that evenness can change in the rows of an attempt.
+        return -_MOST_REOPENED * float(used) - share * share
     return (1.0 - share) ** 1.5
 
 

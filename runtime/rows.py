@@ -23,7 +23,7 @@ _DEFAULT = Budget()
 
 def pack_rows(
     tree: PrefixTree, row_tokens: int | None, objective: str = "rows", budget: Budget = _DEFAULT
-) -> list[IntArray]:
+) -> tuple[list[IntArray], tuple[int, int]]:
     """Chooses the leaves of every row.
 
     Several constructions are tried, and the best is improved by packing a few rows at a time anew.
@@ -35,19 +35,19 @@ def pack_rows(
         budget: how long to improve.
 
     Returns:
-        The leaf segments of every row, in pre-order.
+        The leaf segments of every row, in pre-order; and rows and tokens that no packing goes below.
 
     Raises:
         SequenceTooLongError: a sequence has more than `row_tokens` tokens.
     """
     if row_tokens is None:
-        return [tree.leaves]
+        return [tree.leaves], row_bounds(tree, None)
     _check_fits(tree, row_tokens)
     leaves, few_tokens = leaves_of(tree), objective == "tokens"
     tried = list(constructions(tree, leaves, row_tokens))
     best, bounds = min(tried, key=_cost(leaves, few_tokens)), row_bounds(tree, row_tokens)
     tried.append(reopen_rows(leaves, best, row_tokens, budget, few_tokens, bounds))
-    return _members(leaves, min(tried, key=_cost(leaves, few_tokens)))
+    return _members(leaves, min(tried, key=_cost(leaves, few_tokens))), bounds
 
 
 def _cost(leaves: Leaves, few_tokens: bool) -> Callable[[IntArray], tuple[int, int]]:
@@ -75,8 +75,8 @@ def _members(leaves: Leaves, row_of: IntArray) -> list[IntArray]:
     _, first = np.unique(row_of, return_index=True)
     rank = np.argsort(np.argsort(first))
     order = np.argsort(rank[row_of], kind="stable")
-    bounds = np.searchsorted(rank[row_of][order], np.arange(1, len(first)))
-    return np.split(leaves.segment[order], bounds)
+    cuts = np.searchsorted(rank[row_of][order], np.arange(1, len(first)))
+    return np.split(leaves.segment[order], cuts)
 
 
 def _check_fits(tree: PrefixTree, row_tokens: int) -> None:

@@ -31,9 +31,8 @@ def depth_first_order(batch: Batch, limits: IntArray) -> tuple[IntArray, IntArra
     Returns:
         Sequence ids, and the tokens that each shares with the one before it; both int64 [number of sequences].
     """
-    arrays = _of_one_type([array for values in batch.inputs.values() for array in values])
-    addresses = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
-    return _order(addresses.reshape(len(batch.inputs), -1), batch.lengths, limits, arrays[0][:0])
+    arrays = _of_one_type(batch)
+    return _order(_addresses(batch, arrays), batch.lengths, limits, arrays[0][:0])
 
 
 def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, parents: IntArray, sources: IntArray) -> int:
@@ -46,10 +45,9 @@ def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, paren
         parents: the segment above, -1 at a root, int64 [S].
         sources: a sequence that holds the segment, int64 [S].
     """
-    arrays = _of_one_type([array for values in batch.inputs.values() for array in values])
-    addresses = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
-    by_input = addresses.reshape(len(batch.inputs), -1)
-    return int(_first_difference(by_input, batch.lengths, segment_of, starts, parents, sources, arrays[0][:0]))
+    arrays = _of_one_type(batch)
+    addresses = _addresses(batch, arrays)
+    return int(_first_difference(addresses, batch.lengths, segment_of, starts, parents, sources, arrays[0][:0]))
 
 
 @numba.njit(cache=True)
@@ -64,8 +62,16 @@ def _first_difference(addresses, lengths, segment_of, starts, parents, sources, 
     return -1
 
 
-def _of_one_type(arrays: list[TokenArray]) -> list[TokenArray]:
-    dtypes = {array.dtype for array in arrays}
+def _addresses(batch: Batch, arrays: list[TokenArray]) -> IntArray:
+    """Where the tokens of every sequence begin, by input: int64 [inputs, number of sequences]."""
+    addresses = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+    return addresses.reshape(len(batch.inputs), -1)
+
+
+def _of_one_type(batch: Batch) -> list[TokenArray]:
+    """All arrays of all inputs, which the caller keeps as long as their addresses are used."""
+    arrays = [array for values in batch.inputs.values() for array in values]
+    dtypes = {array.dtype.newbyteorder("=") for array in arrays}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
     return [np.ascontiguousarray(array, dtype) for array in arrays]
 

@@ -278,14 +278,14 @@ def test_pack_gives_the_numbers_of_a_file_of_any_form(as_file, form, capsys):
 def test_pack_without_row_tokens_makes_one_row(as_file, capsys):
     assert main(["pack", str(as_file("jsonl")), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["rows"] == [{"tokens": 115, "sequences": 3}]
+    assert found["rows"] == [{"tokens": 115, "sequence_ids": [0, 1, 2]}]
     assert (found["row_tokens"], found["holes"]) == (None, 0)
 
 
 def test_pack_counts_the_tokens_and_sequences_of_every_row(as_file, capsys):
     assert main(["pack", str(as_file("jsonl")), "--row-tokens", "110", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert sorted((row["tokens"], row["sequences"]) for row in rows) == [(106, 2), (109, 1)]
+    assert sorted((row["tokens"], len(row["sequence_ids"])) for row in rows) == [(106, 2), (109, 1)]
 
 
 def test_pack_prints_its_figures_and_the_picture(as_file, capsys):

@@ -118,10 +118,11 @@ def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
     pack.add_argument("--min-shared-tokens", type=_at_least(1), default=64, metavar="N", help=help_text)
     help_text = "what there should be few of (default: rows)"
     pack.add_argument("--objective", choices=("rows", "tokens"), default="rows", help=help_text)
-    help_text = "how long rows are improved (default: 0.1)"
-    pack.add_argument("--plan-seconds", type=_seconds, default=0.1, metavar="S", help=help_text)
+    help_text = "how long rows are improved (default: 0.15)"
+    pack.add_argument("--plan-seconds", type=_seconds, default=0.15, metavar="S", help=help_text)
     pack.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     pack.add_argument("--html", type=Path, metavar="OUT", help="also write the plan as a page for the browser")
+    pack.add_argument("--save", type=Path, metavar="OUT", help="also write the plan, which Plan.load reads")
     pack.set_defaults(run=_pack)
 
 
@@ -208,6 +209,8 @@ def _pack(options: argparse.Namespace) -> int:
         objective=options.objective,
         plan_seconds=options.plan_seconds,
     )
+    if options.save:
+        report.plan.save(options.save)
     if options.html:
         options.html.write_text(report.plan.to_html(), encoding="utf-8")
     if options.json:

@@ -44,7 +44,7 @@ class PackReport:
             "row_bound": plan.row_bound,
             "holes": self.holes,
             "plan_milliseconds": round(self.seconds * 1000, 3),
-            "rows": [{"tokens": row.length, "sequences": len(row.members)} for row in plan.rows],
+            "rows": [{"tokens": row.length, "sequence_ids": list(row.sequence_ids)} for row in plan.rows],
         }
 
     def __str__(self) -> str:

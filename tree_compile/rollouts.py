@@ -193,6 +193,8 @@ def _from_npz(path: Path) -> list[Rollout]:
         with np.load(raw, allow_pickle=False) as file:
             if "tokens" in file.files:
                 return _from_flat(file, path)
+            if "attention_mask" in file.files:
+                raise InputError(f"{path} holds an attention_mask, as a padded batch does", hint=_NPZ_FORM)
             arrays = [(f'array "{name}" of {path}', _array(file, name, path)) for name in file.files]
     if not arrays:
         raise InputError(f"there are no rollouts in {path}", hint=_NPZ_FORM)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.batches import batches
-from tree_compile.errors import SequenceTooLongError
+from tree_compile.errors import PayloadError, SequenceTooLongError
 from tree_compile.runtime.estimate import estimate
 from tree_compile.runtime.plan import plan_rows
 from tree_compile.runtime.planner import Planner
@@ -21,12 +21,12 @@ def test_every_sequence_is_given_out_once_and_fits(sequences, room, waiting, min
     row_tokens = max(map(len, sequences)) + room
     planner = Planner(row_tokens, min_shared_tokens, rows_waiting=waiting, plan_seconds=0)
     rows = added(planner, sequences) + planner.flush()
-    assert sorted(i for row in rows for i in row.sequence_ids) == list(range(len(sequences)))
+    assert sorted(i for row in rows for i in row.numbers) == list(range(len(sequences)))
     assert planner.waiting == ()
     for ready in rows:
         (row,) = ready.plan.rows
         assert row.length <= row_tokens
-        for place, i in enumerate(ready.sequence_ids):
+        for place, i in enumerate(ready.numbers):
             assert row.tokens[row.path(place)].tolist() == sequences[i]
 
 
@@ -105,3 +105,25 @@ def test_estimates_print_as_a_table():
 def test_size_without_meaning_is_refused(options):
     with pytest.raises(ValueError, match="group"):
         estimate(groups(4, np.random.default_rng(0)), [500], **options)
+
+
+def test_sequence_of_other_inputs_is_refused_when_it_is_added():
+    planner = Planner(8, 1)
+    planner.add({"input_ids": [1, 2], "kind": [0, 0]})
+    for other in ([1, 2], {"input_ids": [1, 2]}, {"input_ids": [1, 2], "kind": [0, 0], "more": [0, 0]}):
+        with pytest.raises(PayloadError, match="has the inputs"):
+            planner.add(other)
+    assert len(planner.flush()) == 1
+
+
+def test_array_may_be_filled_again_after_it_was_added():
+    planner, tokens = Planner(8, 1), np.array([1, 2, 3])
+    planner.add(tokens)
+    tokens[:] = 7
+    assert planner.flush()[0].plan.rows[0].tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("options", [{"samples": 0}, {"row_tokens": 500}, {"row_tokens": [None]}])
+def test_estimate_without_meaning_is_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        estimate(**{"pool": [[1, 2]], "row_tokens": [500], **options})

@@ -38,7 +38,7 @@ def tokens_of(tree, leaves):
 def test_every_leaf_is_in_one_row_that_fits(sequences, room, min_shared_tokens, objective):
     row_tokens = max(map(len, sequences)) + room
     tree = tree_of(sequences, min_shared_tokens)
-    rows = pack_rows(tree, row_tokens, objective)
+    rows = pack_rows(tree, row_tokens, objective)[0]
     assert sorted(itertools.chain(*rows)) == tree.leaves.tolist()
     assert all((np.diff(row) > 0).all() for row in rows)
     assert all(tokens_of(tree, row) <= row_tokens for row in rows)
@@ -57,7 +57,7 @@ def test_bounds_count_the_copies_of_a_shared_segment():
     # 3 tokens, then 5 leaves of 2: a row of 7 holds the shared tokens and two leaves.
     tree = tree_of([[0, 0, 0, leaf, leaf] for leaf in range(1, 6)])
     assert row_bounds(tree, 7) == (3, 3 * 3 + 5 * 2)
-    assert len(pack_rows(tree, 7)) == 3
+    assert len(pack_rows(tree, 7)[0]) == 3
 
 
 def test_bounds_reach_through_the_tree():
@@ -68,12 +68,12 @@ def test_bounds_reach_through_the_tree():
 
 def test_one_row_without_a_limit():
     tree = tree_of([[1, 2], [1, 3], [4]])
-    assert [row.tolist() for row in pack_rows(tree, None)] == [tree.leaves.tolist()]
+    assert [row.tolist() for row in pack_rows(tree, None)[0]] == [tree.leaves.tolist()]
     assert row_bounds(tree, None) == (1, 4)
 
 
 def test_sequence_as_long_as_a_row_fits():
-    assert len(pack_rows(tree_of([[1] * 9, [2]]), 9)) == 2
+    assert len(pack_rows(tree_of([[1] * 9, [2]]), 9)[0]) == 2
 
 
 def test_too_long_sequence_is_named():
@@ -88,14 +88,14 @@ def test_too_long_sequence_error_says_what_would_do():
 
 def test_equal_additions_go_to_the_fullest_row():
     tree = tree_of([[size] * size for size in (6, 5, 4, 3, 2)])
-    assert [tokens_of(tree, row) for row in pack_rows(tree, 10)] == [10, 10]
+    assert [tokens_of(tree, row) for row in pack_rows(tree, 10)[0]] == [10, 10]
 
 
 def test_least_marginal_cost_keeps_siblings_together():
     # Interleaved prompts: the tightest fit would put two prompts and one answer of each into every row.
     prompts = [[1] * 30, [2] * 30, [3] * 29]
     sequences = [[*prompt, 10 + answer] for answer in range(30) for prompt in prompts]
-    assert len(pack_rows(tree_of(sequences), 60)) == 3
+    assert len(pack_rows(tree_of(sequences), 60)[0]) == 3
 
 
 @pytest.fixture
@@ -107,31 +107,31 @@ def workloads(shared, monkeypatch):
 
 def test_published_example_takes_two_rows(workloads):
     sequences, row_tokens = workloads.seed_example()
-    assert len(pack_rows(tree_of(sequences, 64), row_tokens)) == 2
+    assert len(pack_rows(tree_of(sequences, 64), row_tokens)[0]) == 2
 
 
 @pytest.mark.parametrize(
     ("family", "over"),
     [
-        ("groups_32k", 1.08),
-        ("groups_131k", 1.05),
-        ("agent_trees", 1.1),
-        ("long_documents", 1.2),
-        ("preference_pairs", 1.1),
+        ("groups_32k", 1.04),
+        ("groups_131k", 1.03),
+        ("agent_trees", 1.05),
+        ("long_documents", 1.08),
+        ("preference_pairs", 1.02),
     ],
 )
 def test_rows_are_near_the_bound(workloads, family, over):
     sequences, row_tokens = workloads.FAMILIES[family]()
     tree = tree_of(sequences, 64)
     bound, _ = row_bounds(tree, row_tokens)
-    assert bound <= len(pack_rows(tree, row_tokens)) <= over * bound
+    assert bound <= len(pack_rows(tree, row_tokens)[0]) <= over * bound
 
 
 @pytest.mark.parametrize(("objective", "sizes"), [("rows", [6, 6]), ("tokens", [3, 4, 4])])
 def test_objective_weighs_rows_against_tokens(objective, sizes):
     # Two rows only hold all if the token that [2, 2, 2] and [2, 1] share is in both.
     tree = tree_of([[0, 0, 1], [2, 2, 2], [2, 1], [1, 1, 1, 1]])
-    assert sorted(tokens_of(tree, row) for row in pack_rows(tree, 6, objective)) == sizes
+    assert sorted(tokens_of(tree, row) for row in pack_rows(tree, 6, objective)[0]) == sizes
 
 
 def test_10000_leaves_are_packed_in_seconds():
@@ -141,7 +141,7 @@ def test_10000_leaves_are_packed_in_seconds():
     ]
     tree = tree_of(sequences, 64)
     begin = time.perf_counter()
-    rows = pack_rows(tree, 1_200)
+    rows, _ = pack_rows(tree, 1_200)
     assert time.perf_counter() - begin < 10
     # A group has 100 + 10 x 20 tokens, so that four fill a row.
     assert len(rows) == row_bounds(tree, 1_200)[0] == 250

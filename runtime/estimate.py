@@ -89,7 +89,7 @@ def estimate(
         pool: sequences of the past, as `plan_rows` takes them.
         row_tokens: the row lengths to try.
         groups: the group of each sequence, such as its prompt; None makes every sequence a group.
-        group_counts: groups in a batch (sequences, where `groups` is left out), each drawn whole and without repetition;
+        group_counts: groups in a batch (sequences, where `groups` is left out), each drawn whole, no two alike;
             None takes the whole pool once.
         samples: batches that are drawn for each size. All row lengths are tried on the same ones.
         seed: of the draws.

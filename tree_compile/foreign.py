@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from tree_compile.experts import loops_over_all_experts
-from tree_compile.patches import replaced
+from tree_compile.patches import replaced, setting
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
@@ -28,10 +28,10 @@ def capturable(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as changes, plain_checkpoints(), loops_over_all_experts(model):
         for config in _configs(model):
             for name, value in _changes(config, model):
-                changes.enter_context(replaced(config, name, value))
+                changes.enter_context(setting(config, name, value))
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) is True:
-                changes.enter_context(replaced(module, "gradient_checkpointing", False))
+                changes.enter_context(setting(module, "gradient_checkpointing", False))
         yield
 
 

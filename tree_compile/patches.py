@@ -60,6 +60,20 @@ def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
                 _restore(owner, name, place)
 
 
+@contextlib.contextmanager
+def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`value` as the attribute `name` of one object, such as a config: for all threads."""
+    inherited, own = name not in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
 def original_of(value: Any) -> Any:
     """What stands in a class when nothing is replaced."""
     return value.original if isinstance(value, _Replaced) else value

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tree_compile.errors import LostGradientError, TokenMixingError
 from tree_compile.passes.source import line_of_trace
-from tree_compile.patches import replaced
+from tree_compile.patches import original_of, replaced
 
 _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
 """Functions whose hand-written backward is the derivative of their forward, so that it may be dropped."""
@@ -35,7 +35,7 @@ def watching(model: nn.Module) -> Iterator[None]:
         with (
             replaced(Tensor, "register_hook", _refuse_hook),
             replaced(Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
-            replaced(Function, "apply", classmethod(_refuse_own_backward(Function.__dict__["apply"]))),
+            replaced(Function, "apply", classmethod(_refuse_own_backward(original_of(Function.__dict__["apply"])))),
             replaced(saved_tensors_hooks, "__enter__", _refuse_saved_tensors_hooks(saved_tensors_hooks.__enter__)),
             replaced(torch.inference_mode, "__enter__", _refuse_inference_mode(torch.inference_mode.__enter__)),
         ):

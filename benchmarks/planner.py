@@ -71,7 +71,7 @@ def published(workloads: Any) -> None:
     print("global    ", [row.tokens for row in seed_rule.place(paths, groups, row_tokens)])
     trainable = [np.arange(len(s)) >= len(s) - count for s, count in zip(sequences, own, strict=True)]
     for share in ("context", "all"):
-        plan, _ = planned(sequences, row_tokens, share=share, trainable=trainable)
+        plan, _ = planned(sequences, row_tokens, share=share, trainable=trainable if share == "context" else None)
         print(f"here, share={share!r:10}", [row.length for row in plan.rows], "bound", plan.row_bound, plan.token_bound)
 
 

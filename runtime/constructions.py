@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 
-from tree_compile.runtime.leaves import Leaves, depth_first
+from tree_compile.runtime.leaves import Leaves, depth_first, shared_tokens
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
@@ -17,6 +17,8 @@ _MOST_OPEN = 1_024
 """Rows that a leaf is tried in; with more, the fullest are closed, so that the work stays linear."""
 _MOST_BINS = 8_192
 """The same for the bins of one segment: the greatest come first, and most of them stay open for small ones."""
+_MOST_EXACT = 1_024
+"""With more leaves, those of a group are placed in depth-first order and not in that of the batch: that is faster."""
 _MOST_WORK = 100_000_000
 """Pairs of bins that are looked at; then bins go up as they are, as in deep trees whose bins never join."""
 
@@ -31,14 +33,66 @@ def constructions(tree: PrefixTree, leaves: Leaves, row_tokens: int) -> Iterator
     longest, tokens = _longest_and_tokens_below(tree.parent, tree.end, tree.length)
     for size in (longest, tokens):
         yield _place(*depth_first(tree, size), leaves.tokens, leaves.own, row_tokens, False, _MOST_OPEN)
-    by_group = np.where(tree.parent == _trunk(tree), longest, np.arange(len(tree), 0, -1) - len(tree))
-    yield _place(*depth_first(tree, by_group), leaves.tokens, leaves.own, row_tokens, True, _MOST_OPEN)
+    if len(leaves) <= _MOST_EXACT:
+        order = _published_order(tree, leaves, longest)
+        yield _best_fit_decreasing(order, leaves.tokens, leaves.minima, row_tokens)
+    else:
+        by_group = np.where(tree.parent == _trunk(tree), longest, np.arange(len(tree), 0, -1) - len(tree))
+        yield _place(*depth_first(tree, by_group), leaves.tokens, leaves.own, row_tokens, True, _MOST_OPEN)
     yield _bottom_up(tree.parent, tree.end, tree.length, row_tokens, _MOST_BINS)
 
 
 def _trunk(tree: PrefixTree) -> int:
     """The segment that all sequences go through; -1 where there is none."""
     return 0 if tree.subtree[0] == len(tree) else -1
+
+
+def _published_order(tree: PrefixTree, leaves: Leaves, longest: IntArray) -> IntArray:
+    """Group by group, the one with the longest sequence first; ties, and the leaves of a group, as in the batch."""
+    top = _tops(tree.parent, _trunk(tree))[leaves.segment]
+    arrival = tree.source[leaves.segment]
+    first = np.full(len(tree), np.iinfo(np.int64).max)
+    np.minimum.at(first, top, arrival)
+    return np.lexsort((arrival, first[top], -longest[top]))
+
+
+@numba.njit(cache=True)
+def _tops(parent, trunk):
+    """For each segment the one above it, or itself, that is a child of the trunk or a root."""
+    top = np.arange(len(parent))
+    for segment in range(len(parent)):
+        above = parent[segment]
+        if above >= 0 and above != trunk:
+            top[segment] = top[above]
+    return top
+
+
+@numba.njit(cache=True)
+def _best_fit_decreasing(order, tokens, minima, row_tokens):
+    """Puts leaves in any order into the row that they leave the least room in: the published rule."""
+    count = len(order)
+    row_of, used, sizes, rows = np.empty(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64), 0
+    members = np.empty((count, count), np.int64)
+    for leaf in order:
+        best, best_used, best_place = rows, -1, 0
+        for row in range(rows):
+            place = np.searchsorted(members[row, : sizes[row]], leaf)
+            held = 0
+            if place > 0:
+                held = shared_tokens(minima, members[row, place - 1], leaf)
+            if place < sizes[row]:
+                held = max(held, shared_tokens(minima, leaf, members[row, place]))
+            after = used[row] + tokens[leaf] - held
+            if after <= row_tokens and after > best_used:
+                best, best_used, best_place = row, after, place
+        if best == rows:
+            rows, best_used = rows + 1, tokens[leaf]
+        for at in range(sizes[best], best_place, -1):
+            members[best, at] = members[best, at - 1]
+        members[best, best_place] = leaf
+        sizes[best] += 1
+        used[best], row_of[leaf] = best_used, best
+    return row_of
 
 
 @numba.njit(cache=True)

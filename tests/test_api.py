@@ -191,12 +191,16 @@ def layout(plan: Plan) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("row_tokens", 8), ("min_shared_tokens", 4), ("objective", "tokens"), ("pad_rows", True)]
+    ("option", "value"),
+    [("row_tokens", 8), ("min_shared_tokens", 4), ("objective", "tokens"), ("pad_rows", True), ("plan_seconds", 0.0)],
 )
 def test_plan_uses_the_models_options(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, option: str, value: Any
 ) -> None:
-    options = {"row_tokens": 10, "min_shared_tokens": 1, "objective": "rows", "pad_rows": False, option: value}
+    options = {
+        "row_tokens": 10, "min_shared_tokens": 1, "objective": "rows", "pad_rows": False, "plan_seconds": 0.05,
+        option: value,
+    }  # fmt: skip
     given = []
 
     def planned(sequences: Any, **options: Any) -> Plan:

@@ -187,7 +187,17 @@ def test_what_is_no_module_is_refused():
         treecompile(lambda ids: ids)
 
 
-@pytest.mark.parametrize(("option", "value"), [("backend", "tpu"), ("objective", "best")])
-def test_option_without_meaning_is_refused(option, value):
-    with pytest.raises(ValueError, match=f"{option} must be .*, not '{value}'"):
-        treecompile(plain(), **{option: value})
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"backend": "tpu"}, "backend must be .*, not 'tpu'"),
+        ({"objective": "best"}, "objective is 'best'; it must be one of"),
+        ({"row_tokens": 0}, "row_tokens is 0; it must be"),
+        ({"min_shared_tokens": -1}, "min_shared_tokens is -1; it must be"),
+        ({"pad_rows": True}, "pad_rows=True needs row_tokens"),
+    ],
+    ids=str,
+)
+def test_option_without_meaning_is_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        treecompile(plain(), **options)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.errors.refusal import Tiny, named, require_refusal, tree_model
-from tree_compile.errors import CaptureError, ControlFlowError, LengthDependentError, UnsupportedArgumentError
+from tree_compile.errors import CaptureError, ControlFlowError, LengthDependentError, UnsupportedOutputError
 
 
 def spaced(model, x, ids):
@@ -46,7 +46,7 @@ class WithLength(Tiny):
 
 def test_number_of_tokens_in_the_output_is_refused_with_its_line():
     model = WithLength(lambda model, x, ids: x)
-    require_refusal(model, UnsupportedArgumentError, "def forward", "many sequences", __file__)
+    require_refusal(model, UnsupportedOutputError, "def forward", "many sequences", __file__)
 
 
 def test_setting_the_data_of_a_tensor_works_after_a_capture():

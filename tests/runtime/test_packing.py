@@ -134,6 +134,18 @@ def test_no_budget_takes_the_best_construction_and_a_budget_improves_it():
     assert result(3_000) < best
 
 
+@given(batches(most=8), ROOM)
+def test_row_without_one_of_its_sequences_still_fits(sequences, room):
+    row_tokens = max(map(len, sequences)) + room
+    plan = plan_rows(sequences, row_tokens, 1, plan_attempts=50)
+    for row in plan.rows:
+        for left_out in row.sequence_ids:
+            rest = [sequences[i] for i in row.sequence_ids if i != left_out]
+            if rest:
+                alone = plan_rows(rest, None, 1)
+                assert alone.packed_tokens <= row.length <= row_tokens
+
+
 def test_bound_counts_documents_that_do_not_fit_beside_each_other():
     # By tokens, five rows of 10 would do.
     tree = tree_of([[document] * 7 for document in range(6)] + [[20 + i] for i in range(3)])

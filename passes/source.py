@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import traceback
 import types
 from collections.abc import Sequence
 
@@ -53,6 +54,11 @@ def line_of_trace(trace: str) -> SourceLine | None:
         return None
     frame = frames[place]
     return SourceLine(frame["file"], int(frame["line"]), (frame["code"] or "").strip())
+
+
+def line_of_stack() -> SourceLine | None:
+    """The line of the model that is running now, as `line_of_trace`."""
+    return line_of_trace("".join(traceback.format_stack()[:-1]))
 
 
 def frame_of_the_model(innermost: types.FrameType) -> types.FrameType | None:

@@ -30,8 +30,8 @@ def constructions(tree: PrefixTree, leaves: Leaves, row_tokens: int) -> Iterator
     tokens; best fit decreasing by whole sequences, one subtree of the trunk after the other; bottom-up, where a
     segment packs what its children have packed into rows of `row_tokens` less its own path.
     """
-    longest, tokens = _longest_and_tokens_below(tree.parent, tree.end, tree.length)
-    for size in (longest, tokens):
+    longest = _longest_below(tree.parent, tree.end)
+    for size in (longest, tree.tokens_below):
         yield _place(*depth_first(tree, size), leaves.tokens, leaves.own, row_tokens, False, _MOST_OPEN)
     if len(leaves) <= _MOST_EXACT:
         order = _published_order(tree, leaves, longest)
@@ -96,15 +96,14 @@ def _best_fit_decreasing(order, tokens, minima, row_tokens):
 
 
 @numba.njit(cache=True)
-def _longest_and_tokens_below(parent, end, length):
-    """For each segment the longest path through it, and the tokens of its subtree."""
-    longest, tokens = end.copy(), length.copy()
+def _longest_below(parent, end):
+    """For each segment the longest path through it."""
+    longest = end.copy()
     for segment in range(len(parent) - 1, -1, -1):
         above = parent[segment]
         if above >= 0:
             longest[above] = max(longest[above], longest[segment])
-            tokens[above] += tokens[segment]
-    return longest, tokens
+    return longest
 
 
 @numba.njit(cache=True)

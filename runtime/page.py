@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tree_compile.runtime.words import count_of
+
 if TYPE_CHECKING:
     from tree_compile.runtime.plan import Plan
     from tree_compile.runtime.sequences import IntArray
@@ -91,7 +93,7 @@ class _Shade:
 
 def _shades(tree: PrefixTree) -> list[_Shade]:
     """The trunk, which most sequences go through, is grey. Each branch off it has a hue, fainter with every level."""
-    is_trunk = (2 * _through(tree) > len(tree.sequence_length)).tolist()
+    is_trunk = (2 * tree.sequences_through > len(tree.sequence_length)).tolist()
     shades: list[_Shade] = []
     hues: list[int] = []
     levels: list[int] = []
@@ -105,13 +107,6 @@ def _shades(tree: PrefixTree) -> list[_Shade]:
         depth = shades[above].depth + 1 if above >= 0 else 0
         shades.append(_Shade(f"{hue} d{min(levels[-1], _LEVELS - 1)}", depth))
     return shades
-
-
-def _through(tree: PrefixTree) -> IntArray:
-    """Sequences that go through each segment, int64 [S]."""
-    before = np.append(0, np.cumsum(np.bincount(tree.sequence_segment, minlength=len(tree))))
-    through: IntArray = before[tree.subtree] - before[:-1]
-    return through
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +196,7 @@ def _rows(plan: Plan, shades: list[_Shade]) -> Iterator[str]:
         lines.append(f'<g transform="translate({_LEFT} {index * _LINE + 2})">{words}{rest}{"".join(blocks)}</g>')
     yield _svg(len(shown) * _LINE + 4, lines)
     if len(shown) < len(plan.rows):
-        yield f"<p>… {_count(len(plan.rows) - len(shown), 'more row')}</p>"
+        yield f"<p>… {count_of(len(plan.rows) - len(shown), 'more row')}</p>"
 
 
 def _least_tokens(lengths: list[IntArray], full: int) -> float:
@@ -220,7 +215,7 @@ def _row_blocks(tree: PrefixTree, shades: list[_Shade], held: _Paths, full: int,
     for first, past in _runs(tokens.tolist(), least):
         x, width = edges[first] * scale, (edges[past] - edges[first]) * scale
         if past - first > 1:
-            text = f"{past - first:,} small segments, {_count(edges[past] - edges[first], 'token')}"
+            text = f"{past - first:,} small segments, {count_of(edges[past] - edges[first], 'token')}"
             yield _rect(x, 0, width, _BAR, "small", text)
             continue
         shade = shades[segments[first]]
@@ -247,12 +242,12 @@ def _rest(length: int, full: int, padded: bool) -> str:
         return ""
     classes, word = ("padding", "padding") if padded else ("room", "free")
     x = length * _FULL / full
-    return _rect(x, 0, _FULL - x, _BAR, classes, f"{_count(full - length, 'token')} {word}")
+    return _rect(x, 0, _FULL - x, _BAR, classes, f"{count_of(full - length, 'token')} {word}")
 
 
 def _row_words(index: int, length: int, full: int, sequences: int) -> str:
     filled = _percent(length, full)
-    about = f"row {index}: {length:,} of {_count(full, 'token')} ({filled}) in {_count(sequences, 'sequence')}"
+    about = f"row {index}: {length:,} of {count_of(full, 'token')} ({filled}) in {count_of(sequences, 'sequence')}"
     words = (f"{index}", f"{length:,}", filled, f"{sequences:,}")
     place = f'class="end" y="{_BAR - 4}"'
     texts = "".join(f'<text {place} x="{x}">{word}</text>' for x, word in zip(_COLUMNS, words, strict=True))
@@ -260,17 +255,17 @@ def _row_words(index: int, length: int, full: int, sequences: int) -> str:
 
 
 def _tree(tree: PrefixTree, shades: list[_Shade]) -> Iterator[str]:
-    shown, longest = _largest(tree), int(tree.end.max())
+    shown, longest = tree.largest(_MAX_SEGMENTS), int(tree.end.max())
     yield "<h2>Tree</h2>"
     yield (
-        f"<p>{_count(len(tree), 'segment')} and {_count(len(tree.leaves), 'leaf', 'leaves')}. From left to right the "
-        "position in a sequence; the height of a segment is that of all leaves shown below it.</p>"
+        f"<p>{count_of(len(tree), 'segment')} and {count_of(len(tree.leaves), 'leaf', 'leaves')}. From left to right "
+        "the position in a sequence; the height of a segment is that of all leaves shown below it.</p>"
     )
     if len(shown) < len(tree):
         hidden = int(tree.length.sum() - tree.length[shown].sum())
         yield (
             f"<p>The {len(shown):,} segments with the most tokens below them are shown; "
-            f"{_count(len(tree) - len(shown), 'smaller one')} with {_count(hidden, 'token')} left out.</p>"
+            f"{count_of(len(tree) - len(shown), 'smaller one')} with {count_of(hidden, 'token')} left out.</p>"
         )
     yield _axis(longest, [])
     past = np.searchsorted(shown, tree.subtree[shown])
@@ -279,13 +274,6 @@ def _tree(tree: PrefixTree, shades: list[_Shade]) -> Iterator[str]:
     edges = np.append(0, np.cumsum(is_leaf)) * leaf_height
     blocks = _tree_blocks(tree, shades, shown, _FULL / longest, zip(edges.tolist(), edges[past].tolist(), strict=False))
     yield _svg(edges[-1] + 4, [f'<g transform="translate({_LEFT} 2)">', *blocks, "</g>"])
-
-
-def _largest(tree: PrefixTree) -> IntArray:
-    """The segments with the most tokens in their subtree, in pre-order: with each of them comes its parent."""
-    before = np.append(0, np.cumsum(tree.length))
-    below = before[tree.subtree] - before[:-1]
-    return np.sort(np.argsort(-below, kind="stable")[:_MAX_SEGMENTS])
 
 
 def _tree_blocks(
@@ -306,8 +294,8 @@ def _about(tree: PrefixTree, segment: int, shade: _Shade, through: IntArray) -> 
     few = np.sort(through if len(through) <= _MAX_IDS else np.partition(through, _MAX_IDS)[:_MAX_IDS])
     ids = ", ".join(map(str, few.tolist())) + (", …" if len(through) > _MAX_IDS else "")
     return (
-        f"{_count(tokens, 'token')}, positions {start:,} to {start + tokens - 1:,}, depth {shade.depth}\n"
-        f"{_count(len(through), 'sequence')}: {ids}"
+        f"{count_of(tokens, 'token')}, positions {start:,} to {start + tokens - 1:,}, depth {shade.depth}\n"
+        f"{count_of(len(through), 'sequence')}: {ids}"
     )
 
 
@@ -357,7 +345,3 @@ def _short(number: float) -> str:
 def _percent(part: int, whole: int) -> str:
     """Rounded down: a row with a hole is not full."""
     return f"{1000 * part // whole / 10}%"
-
-
-def _count(number: int, noun: str, plural: str = "") -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tree_compile.runtime.words import count_of
+
 if TYPE_CHECKING:
     from tree_compile.runtime.plan import Plan, Row
     from tree_compile.runtime.sequences import IntArray
@@ -41,40 +43,28 @@ def render_plan(plan: Plan, width: int = 100) -> str:
 
 
 def _summary(plan: Plan) -> list[str]:
-    sequences, saved = _count(plan.sequences, "sequence"), plan.input_tokens / plan.packed_tokens
+    sequences, saved = count_of(plan.sequences, "sequence"), plan.input_tokens / plan.packed_tokens
     lines = [f"{sequences}: {plan.input_tokens:,} tokens in, {plan.packed_tokens:,} computed ({saved:.2f}x fewer)"]
     if plan.row_tokens is not None:
-        lines.append(f"{_count(len(plan.rows), 'row')} of at most {plan.row_tokens:,} tokens")
-        lines.append(f"bound: {_count(plan.row_bound, 'row')}, {plan.token_bound:,} tokens; no packing needs fewer")
+        lines.append(f"{count_of(len(plan.rows), 'row')} of at most {plan.row_tokens:,} tokens")
+        lines.append(f"bound: {count_of(plan.row_bound, 'row')}, {plan.token_bound:,} tokens; no packing needs fewer")
     return lines
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _tree_lines(tree: PrefixTree, width: int) -> list[str]:
-    shown = _largest(tree)
-    through = np.append(0, np.cumsum(np.bincount(tree.sequence_segment, minlength=len(tree))))
-    counts = [_count(through[tree.subtree[segment]] - through[segment], "sequence") for segment in shown]
+    shown = tree.largest(_MAX_LINES)
+    counts = [count_of(number, "sequence") for number in tree.sequences_through[shown].tolist()]
     labels = [f"{tokens:,}" for tokens in tree.length[shown].tolist()]
     label_width, count_width = max(map(len, labels)), max(map(len, counts))
     longest = int(tree.end.max())
     scale = (width - label_width - count_width - 4) / longest
-    lines = [f"tree: {_count(len(tree), 'segment')}, positions 0 to {longest - 1:,} from left to right"]
-    for segment, label, count in zip(shown, labels, counts, strict=True):
+    lines = [f"tree: {count_of(len(tree), 'segment')}, positions 0 to {longest - 1:,} from left to right"]
+    for segment, label, count in zip(shown.tolist(), labels, counts, strict=True):
         bar = _span(int(tree.start[segment]), int(tree.end[segment]), scale)
         lines.append(f"{label:>{label_width}}  {bar}  {count}")
     if len(shown) < len(tree):
-        lines.append(f"… {_count(len(tree) - len(shown), 'smaller segment')}")
+        lines.append(f"… {count_of(len(tree) - len(shown), 'smaller segment')}")
     return lines
-
-
-def _largest(tree: PrefixTree) -> list[int]:
-    """The segments with the most tokens in their subtree, in pre-order: with each of them comes its parent."""
-    before = np.append(0, np.cumsum(tree.length))
-    below = before[tree.subtree] - before[:-1]
-    return sorted(np.argsort(-below, kind="stable")[:_MAX_LINES].tolist())
 
 
 def _span(start: int, end: int, scale: float) -> str:
@@ -85,7 +75,7 @@ def _span(start: int, end: int, scale: float) -> str:
 def _row_lines(plan: Plan, width: int) -> list[str]:
     shown = plan.rows[:_MAX_LINES]
     labels = [f"row {index}" for index in range(len(shown))]
-    counts = [f"{row.length:,} in {_count(len(row.sequence_ids), 'sequence')}" for row in shown]
+    counts = [f"{row.length:,} in {count_of(len(row.sequence_ids), 'sequence')}" for row in shown]
     label_width, count_width = max(map(len, labels)), max(map(len, counts))
     cells = width - label_width - count_width - 6
     full = plan.row_tokens or shown[0].length
@@ -93,7 +83,7 @@ def _row_lines(plan: Plan, width: int) -> list[str]:
     for row, label, count in zip(shown, labels, counts, strict=True):
         lines.append(f"{label:<{label_width}}  ▕{_bar(row, cells, full)}▏  {count}")
     if len(shown) < len(plan.rows):
-        lines.append(f"… {_count(len(plan.rows) - len(shown), 'more row')}")
+        lines.append(f"… {count_of(len(plan.rows) - len(shown), 'more row')}")
     return lines
 
 

@@ -46,6 +46,24 @@ class PrefixTree:
         return self.start + self.length
 
     @property
+    def tokens_below(self) -> IntArray:
+        """Tokens of each segment and of all below it, int64 [S]."""
+        return self._sum_below(self.length)
+
+    @property
+    def sequences_through(self) -> IntArray:
+        """Sequences that go through each segment, int64 [S]."""
+        return self._sum_below(np.bincount(self.sequence_segment, minlength=len(self)))
+
+    def largest(self, most: int) -> IntArray:
+        """The segments with the most tokens below them, in pre-order: with each of them comes its parent."""
+        return np.sort(np.argsort(-self.tokens_below, kind="stable")[:most])
+
+    def _sum_below(self, values: IntArray) -> IntArray:
+        before = np.append(0, np.cumsum(values))
+        return before[self.subtree] - before[:-1]
+
+    @property
     def leaves(self) -> IntArray:
         """The segments without children, in pre-order."""
         return np.flatnonzero(self.subtree == np.arange(1, len(self) + 1))

@@ -187,7 +187,7 @@ class TreeModel(nn.Module):
         """The program for the model as it is now, and for the sequences of `rows`."""
         with self._making:
             key, program = self._current(input_names)
-            longest = max((int(row.sequence_length.max()) for row in rows), default=0)
+            longest = _longest(rows)
             if any(limit.tokens is not None and longest > limit.tokens for limit in program.rewritten.limits):
                 # A cache may have ended there, as long as the sequences that the model has seen.
                 grow(self._unpacked(input_names), longest)
@@ -212,7 +212,7 @@ class TreeModel(nn.Module):
 
     def _made_sure(self, program: Program, unpacked: Unpacked, rows: Sequence[Row]) -> Program:
         """The program with what has to be proved or checked for the lengths of the sequences."""
-        longest = max((int(row.sequence_length.max()) for row in rows), default=0)
+        longest = _longest(rows)
         proved = program.rewritten.proved
         if proved is not None and longest > proved:
             program = prove_further(program, unpacked, self._backend, longest)
@@ -242,6 +242,11 @@ class TreeModel(nn.Module):
         modes = state_of(self.unpacked).modes
         for key in [key for key in self._programs if key[0] == input_names and key[1].modes == modes]:
             del self._programs[key]
+
+
+def _longest(rows: Sequence[Row]) -> int:
+    """Tokens of the longest sequence; 0 without rows."""
+    return max((int(row.sequence_length.max()) for row in rows), default=0)
 
 
 def _warm_up() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import random
 import sys
-import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
-from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_trace
+from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
 from tree_compile.patches import replaced
 from tree_compile.state import first_difference, state_of
 from tree_compile.unpacked import Unpacked, device_of, own_random_numbers
@@ -167,7 +166,7 @@ class _Protected(TorchDispatchMode):
         if function._schema.is_mutable:
             for argument, value in _arguments(function, args, kwargs):
                 if argument.alias_info is not None and argument.alias_info.is_write and self._holds(value):
-                    raise _writes_a_parameter(line_of_trace("".join(traceback.format_stack())))
+                    raise _writes_a_parameter(line_of_stack())
         return function(*args, **kwargs)
 
     def _holds(self, value: Any) -> bool:

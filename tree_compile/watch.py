@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from tree_compile.errors import LostGradientError, TokenMixingError
-from tree_compile.passes.source import line_of_trace
+from tree_compile.passes.source import line_of_stack
 from tree_compile.patches import original_of, replaced
 
 _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
@@ -59,7 +58,7 @@ def _require_no_backward_hooks(model: nn.Module) -> None:
 def _refuse_hook(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise LostGradientError(
         "The model puts a hook on the gradient of a tensor.",
-        where=_line_of_the_model(),
+        where=line_of_stack(),
         why="torch.export drops the hook, so gradients would be wrong.",
         hint="write what the hook does as operations, for example x * s + (x * (1 - s)).detach() to scale by s.",
     )
@@ -71,7 +70,7 @@ def _refuse_own_backward(apply: Any) -> Callable[..., Any]:
             return apply.__get__(None, function)(*args, **kwargs)
         raise LostGradientError(
             f"The model uses the torch.autograd.Function {function.__name__}.",
-            where=_line_of_the_model(),
+            where=line_of_stack(),
             why="torch.export keeps its forward and drops its backward, so gradients would be wrong.",
             hint="make it an operator with torch.library.custom_op and register_autograd, and give that a token rule.",
         )
@@ -89,7 +88,7 @@ def _refuse_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:
             return enter(context)
         raise LostGradientError(
             "The model switches to torch.inference_mode.",
-            where=_line_of_the_model(),
+            where=line_of_stack(),
             why="torch.export drops the switch, so gradients would flow where the model stops them.",
             hint="use torch.no_grad().",
         )
@@ -106,7 +105,7 @@ def _refuse_saved_tensors_hooks(enter: Callable[..., Any]) -> Callable[..., Any]
             return enter(context)
         raise LostGradientError(
             "The model puts hooks on the tensors that are saved for the backward pass.",
-            where=_line_of_the_model(),
+            where=line_of_stack(),
             why="torch.export drops the hooks, so gradients would be wrong where they change what was saved.",
             hint="put them around the call of the tree model instead.",
         )
@@ -117,11 +116,7 @@ def _refuse_saved_tensors_hooks(enter: Callable[..., Any]) -> Callable[..., Any]
 def _refuse_recurrent(module: nn.Module, _args: Any) -> NoReturn:
     raise TokenMixingError(
         f"The recurrent layer {type(module).__name__} mixes tokens in a way that no rule covers.",
-        where=_line_of_the_model(),
+        where=line_of_stack(),
         why="it carries a state from token to token.",
         hint="use an attention, or compute it per sequence outside of the model.",
     )
-
-
-def _line_of_the_model() -> Any:
-    return line_of_trace("".join(traceback.format_stack()))

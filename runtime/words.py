@@ -1,0 +1,10 @@
+"""Numbers with their nouns, as pictures of a plan show them."""
+
+from __future__ import annotations
+
+__all__ = ["count_of"]
+
+
+def count_of(number: int, noun: str, plural: str = "") -> str:
+    """`1 leaf`, `1,200 leaves`: `plural` where an s does not make it."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import zipfile
-import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +15,7 @@ import numpy as np
 from tree_compile.errors import PayloadError, PlanError
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END, Layout, lay_out
 from tree_compile.runtime.page import plan_page
+from tree_compile.runtime.plan_file import read_plan, write_plan
 from tree_compile.runtime.render import render_plan
 from tree_compile.runtime.rows import OBJECTIVES, Budget, pack_rows
 from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenArray, TokenSequence, as_batch
@@ -25,11 +24,7 @@ from tree_compile.runtime.trie import first_difference
 
 __all__ = ["Plan", "Row", "check_options", "plan_rows", "warm_up"]
 
-_FORMAT = 1
 _SHARES = ("all", "context")
-_BROKEN_FILE = (
-    KeyError, ValueError, TypeError, AttributeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,32 +288,23 @@ class Plan:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as an npz file of integers, without its sequences."""
-        arrays = {f"tree.{field.name}": getattr(self.tree, field.name) for field in fields(self.tree)}
-        arrays |= {f"layout.{field.name}": getattr(self.layout, field.name) for field in fields(self.layout)}
-        numbers = [_FORMAT, self.row_tokens or 0, self.padded, self.row_bound, self.token_bound]
-        with open(path, "wb") as file:
-            np.savez_compressed(file, numbers=np.array(numbers, np.int64), **arrays)
+        leaf_row = self._sequence_row[self.tree.source[self.tree.leaves]]
+        write_plan(path, self.tree, leaf_row, [self.row_tokens or 0, self.padded, self.row_bound, self.token_bound])
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote. Nothing in the file is run.
 
         Raises:
-            PlanError: the file is not a plan, or one of another version.
+            PlanError: the file is not a plan, one of another version, or no plan could have its numbers.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                version, row_tokens, padded, row_bound, token_bound = file["numbers"].tolist()
-                _check_version(version, path)
-                tree = PrefixTree(**{field.name: file[f"tree.{field.name}"] for field in fields(PrefixTree)})
-                layout = Layout(**{field.name: file[f"layout.{field.name}"] for field in fields(Layout)})
-        except PlanError:
-            raise
-        except (FileNotFoundError, IsADirectoryError, PermissionError):
-            raise
-        except _BROKEN_FILE as error:
-            raise PlanError(f"{path} is not a plan.", why=str(error), hint="write it with plan.save(path).") from error
-        return cls(None, tree, layout, row_tokens or None, bool(padded), row_bound, token_bound)
+        tree, leaf_row, numbers = read_plan(path)
+        row_tokens, padded, row_bound, token_bound = numbers
+        order = np.argsort(leaf_row, kind="stable")
+        packed = np.split(tree.leaves[order], np.cumsum(np.bincount(leaf_row))[:-1])
+        plan = cls(None, tree, lay_out(tree, packed), row_tokens or None, bool(padded), row_bound, token_bound)
+        _check_limits(plan, path)
+        return plan
 
     def __repr__(self) -> str:
         return (
@@ -395,9 +381,15 @@ def check_options(row_tokens: int | None, min_shared_tokens: int, objective: str
         raise ValueError("pad_rows=True needs row_tokens: the length to pad to")
 
 
-def _check_version(version: int, path: str | PathLike[str]) -> None:
-    if version != _FORMAT:
-        raise PlanError(f"{path} is a plan of version {version}, not {_FORMAT}.", hint="plan the sequences anew.")
+def _check_limits(plan: Plan, path: str | PathLike[str]) -> None:
+    fullest = max(row.length for row in plan.rows)
+    fits = plan.row_tokens is None or fullest <= plan.row_tokens
+    if not (fits and 1 <= plan.row_bound <= len(plan.rows) and 1 <= plan.token_bound <= plan.packed_tokens):
+        raise PlanError(
+            f"{path} is not a plan.",
+            why="its rows are longer than row_tokens, or fewer than the bound.",
+            hint="write it with plan.save(path).",
+        )
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

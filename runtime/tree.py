@@ -9,7 +9,7 @@ import numpy as np
 from tree_compile.runtime.sequences import Batch, IntArray
 from tree_compile.runtime.trie import depth_first_order
 
-__all__ = ["PrefixTree", "build_prefix_tree"]
+__all__ = ["PrefixTree", "build_prefix_tree", "tree_of_segments"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,67 @@ def build_prefix_tree(batch: Batch, min_shared_tokens: int = 64, limits: IntArra
     ends_in[order] = _end_nodes(nodes, length, is_leaf)
     nodes, moved = _in_batch_order(nodes, first_id)
     return _kept_tree(nodes, first_id, moved[ends_in], batch.lengths, min_shared_tokens)
+
+
+def tree_of_segments(
+    length: IntArray, parent: IntArray, source: IntArray, sequence_segment: IntArray, sequence_length: IntArray
+) -> PrefixTree:
+    """The tree of segments that come from outside, with every index checked. Arguments as in `PrefixTree`.
+
+    Raises:
+        ValueError: the segments are not a tree in pre-order, or a sequence does not end where it is said to.
+    """
+    if not len(length) == len(parent) == len(source) or len(sequence_segment) != len(sequence_length):
+        raise ValueError("the arrays of the tree differ in length")
+    # Sums of Python integers, which do not overflow.
+    tokens, input_tokens = sum(length.tolist()), sum(sequence_length.tolist())
+    if length.min() < 1 or not tokens <= input_tokens <= np.iinfo(np.int64).max:
+        raise ValueError("a segment has no tokens, or there are more tokens than in all sequences")
+    subtree, start = _subtrees(parent), _starts(length, parent)
+    tree = PrefixTree(start, length, parent, subtree, source, sequence_segment, sequence_length)
+    _check_sequences(tree)
+    return tree
+
+
+def _subtrees(parent: IntArray) -> IntArray:
+    """One past the last segment below each.
+
+    Raises:
+        ValueError: the segments are not in pre-order.
+    """
+    above, past = parent.tolist(), list(range(1, len(parent) + 1))
+    for segment in range(len(parent) - 1, -1, -1):
+        if not -1 <= above[segment] < segment:
+            raise ValueError("a segment does not come after the one above it")
+        if above[segment] >= 0:
+            past[above[segment]] = max(past[above[segment]], past[segment])
+    if not np.array_equal(_parents(past), parent):
+        raise ValueError("the segments are not in pre-order")
+    return np.array(past, np.int64)
+
+
+def _starts(length: IntArray, parent: IntArray) -> IntArray:
+    start, tokens = [0] * len(length), length.tolist()
+    for segment, above in enumerate(parent.tolist()):
+        if above >= 0:
+            start[segment] = start[above] + tokens[above]
+    return np.array(start, np.int64)
+
+
+def _check_sequences(tree: PrefixTree) -> None:
+    segment, source = tree.sequence_segment, tree.source
+    if not (_are_indices(segment, len(tree)) and _are_indices(source, len(segment))):
+        raise ValueError("a sequence or a segment is named that is not there")
+    ends = tree.sequence_length
+    if ((ends <= tree.start[segment]) | (ends > tree.end[segment])).any():
+        raise ValueError("a sequence does not end in its segment")
+    index = np.arange(len(tree))
+    if ((segment[source] < index) | (segment[source] >= tree.subtree) | (ends[source] < tree.end)).any():
+        raise ValueError("a segment is not on the path of the sequence that should hold its tokens")
+
+
+def _are_indices(values: IntArray, size: int) -> bool:
+    return bool(values.min() >= 0 and values.max() < size)
 
 
 @dataclass(frozen=True, eq=False)

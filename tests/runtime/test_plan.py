@@ -291,6 +291,40 @@ def test_file_that_is_no_plan_is_refused(tmp_path):
         Plan.load(tmp_path / "other.npz")
 
 
+@given(st.data())
+def test_file_with_a_wrong_number_is_refused_or_is_a_plan(tmp_path_factory, data):
+    file = tmp_path_factory.mktemp("plans") / "plan.npz"
+    sequences = [[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 4], [6, 7], [6], [1, 2, 3, 9]]
+    plan_rows(sequences, row_tokens=6, min_shared_tokens=1).save(file)
+    arrays = dict(np.load(file))
+    name = data.draw(st.sampled_from(sorted(arrays)))
+    at = data.draw(st.integers(0, len(arrays[name]) - 1))
+    arrays[name][at] = data.draw(st.sampled_from([-(2**63), -2, -1, 0, 1, 2, 3, 5, 7, 100, 2**62, 2**63 - 1]))
+    np.savez(file, **arrays)
+    try:
+        plan = Plan.load(file)
+    except PlanError:
+        return
+    held = sorted(i for row in plan.rows for i in row.sequence_ids)
+    assert held == list(range(len(sequences)))
+    for row in plan.rows:
+        assert plan.row_tokens is None or row.length <= plan.row_tokens
+        for i in row.sequence_ids:
+            assert row.position[row.path(i)].tolist() == list(range(plan.tree.sequence_length[i]))
+
+
+@pytest.mark.parametrize(
+    "name", ["length", "parent", "source", "sequence_segment", "sequence_length", "leaf_row", "numbers"]
+)
+@pytest.mark.parametrize("change", [lambda a: a[:-1], lambda a: a.astype(float), lambda a: a[None], lambda a: a[:0]])
+def test_file_with_an_array_of_another_form_is_refused(tmp_path, name, change):
+    plan_rows([[1, 2, 3], [1, 2, 4], [9]], row_tokens=4, min_shared_tokens=1).save(tmp_path / "plan.npz")
+    arrays = dict(np.load(tmp_path / "plan.npz"))
+    np.savez(tmp_path / "plan.npz", **arrays | {name: change(arrays[name])})
+    with pytest.raises(PlanError, match="is not a plan"):
+        Plan.load(tmp_path / "plan.npz")
+
+
 def test_row_is_pickled_with_its_own_tokens_alone():
     plan = plan_rows([[1, 2, 3], [1, 2, 4], [9] * 1_000], row_tokens=1_000, min_shared_tokens=1)
     row = plan.rows[plan.row_of(0)]

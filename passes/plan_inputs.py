@@ -10,12 +10,21 @@ from torch import fx
 
 from tree_compile.passes.nodes import is_number_of_tokens
 from tree_compile.passes.static_values import StaticValues
+from tree_compile.runtime.row_tree import RowTree
 from tree_compile.runtime.tables import pair_at_positions
 
 PLAN_INPUTS = ("plan_segments", "plan_position", "plan_subtree_end", "plan_length")
 """In this order: int64 CPU `[S, 5]`, int64 `[T]`, int64 `[T]`, and the number of tokens of the longest path."""
 
-_PER_TOKEN = ("plan_position", "plan_subtree_end")
+TREE_INPUTS = {
+    "plan_parent": "parent",
+    "plan_chunk_tokens": "chunk_tokens",
+    "plan_chunk_place": "chunk_place",
+    "plan_chunk_parent": "chunk_parent",
+}
+"""Behind them where a graph has layers that carry a state, with the fields of `RowTree` that they are."""
+
+_PER_TOKEN = ("plan_position", "plan_subtree_end", "plan_parent", "plan_chunk_place")
 
 OUTSIDE = "tree_compile_outside"
 """Meta key of nodes over positions 0 … plan_length - 1, which have no token axis."""
@@ -26,7 +35,7 @@ def add_plan_inputs(graph_module: fx.GraphModule) -> None:
     graph = graph_module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     per_token = last.meta["val"][0]
-    for name in PLAN_INPUTS:
+    for name in (*PLAN_INPUTS, *TREE_INPUTS):
         with graph.inserting_after(last):
             last = graph.placeholder(name)
             last.meta[OUTSIDE] = True
@@ -37,6 +46,21 @@ def add_plan_inputs(graph_module: fx.GraphModule) -> None:
 def plan_input(graph: fx.Graph, name: str) -> fx.Node:
     """The placeholder `name`, one of PLAN_INPUTS."""
     return next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+
+
+def tree_inputs(graph: fx.Graph) -> RowTree:
+    """The placeholders of the row's tree, in the place of its tensors."""
+    nodes: dict[str, Any] = {field: plan_input(graph, name) for name, field in TREE_INPUTS.items()}
+    return RowTree(**nodes, segments=plan_input(graph, "plan_segments"))  # type: ignore[arg-type]
+
+
+def has_tree_inputs(graph: fx.Graph) -> bool:
+    """Whether a layer that carries a state reads the row's tree; where none does, its placeholders are removed."""
+    nodes = [plan_input(graph, name) for name in TREE_INPUTS]
+    is_used = any(node.users for node in nodes)
+    for node in () if is_used else nodes:
+        graph.erase_node(node)
+    return is_used
 
 
 class RowTables:

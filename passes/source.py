@@ -21,7 +21,16 @@ _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     *(
         os.path.join("tree_compile", name)
-        for name in ("capture.py", "experts.py", "foreign.py", "patches.py", "rehearsal.py", "unpacked.py", "watch.py")
+        for name in (
+            "capture.py",
+            "experts.py",
+            "foreign.py",
+            "known_mixers.py",
+            "patches.py",
+            "rehearsal.py",
+            "unpacked.py",
+            "watch.py",
+        )
     ),
     "<eval_with_key>",
 )

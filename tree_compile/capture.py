@@ -35,6 +35,7 @@ from tree_compile.errors import (
 )
 from tree_compile.foreign import capturable
 from tree_compile.guards import length_limit
+from tree_compile.known_mixers import kept_whole
 from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
 from tree_compile.patches import replaced
@@ -153,7 +154,7 @@ def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedPr
     try:
         with (
             _quiet(), _lines_of_the_model(fixed), _lines_of_data(detached), capturable(flat.model),
-            watching(flat.model), own_random_numbers(flat.unpacked.device),
+            kept_whole(flat.model), watching(flat.model), own_random_numbers(flat.unpacked.device),
         ):  # fmt: skip
             return torch.export.export(flat, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:

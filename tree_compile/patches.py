@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _CHANGING = threading.Lock()
@@ -72,6 +72,36 @@ def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def recoded(function: types.FunctionType, replacement: Callable[..., Any]) -> Iterator[None]:
+    """`replacement` as what `function` runs in this thread, however a caller got hold of the function.
+
+    A model may have bound it as an attribute, in a partial or in a closure: so its code is exchanged, not its name.
+    """
+    kept = {name: getattr(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+    original = types.FunctionType(
+        kept["__code__"], function.__globals__, function.__name__, kept["__defaults__"], function.__closure__
+    )
+    original.__kwdefaults__ = kept["__kwdefaults__"]
+    thread = threading.get_ident()
+
+    def chosen() -> Callable[..., Any]:
+        return replacement if threading.get_ident() == thread else original
+
+    free = function.__code__.co_freevars
+    try:
+        function.__code__ = _run_chosen.__code__.replace(co_freevars=free)
+        function.__defaults__, function.__kwdefaults__ = None, {"_chosen_by_tree_compile": chosen}
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(function, name, value)
+
+
+def _run_chosen(*args: Any, _chosen_by_tree_compile: Callable[[], Callable[..., Any]], **kwargs: Any) -> Any:
+    return _chosen_by_tree_compile()(*args, **kwargs)
 
 
 def original_of(value: Any) -> Any:

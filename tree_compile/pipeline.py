@@ -19,7 +19,8 @@ from tree_compile.passes.draws import draws
 from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
-from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs
+from tree_compile.passes.mixers import RewriteMixers
+from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs, has_tree_inputs
 from tree_compile.passes.positions import RewritePositions
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
@@ -44,6 +45,7 @@ class Rewritten:
         limits: limits on the length of a sequence, the tightest first.
         proved: number of tokens up to which static values were evaluated; None where that settles them for all.
         dense: whether a mask without a closed form is written out as T x T.
+        carries_state: whether a layer carries a state along the tokens; then those of TREE_INPUTS follow.
         dtypes: the floating-point dtypes that it computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
@@ -56,6 +58,7 @@ class Rewritten:
     limits: tuple[LengthLimit, ...]
     proved: int | None
     dense: bool
+    carries_state: bool
     dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
@@ -109,8 +112,11 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
-    for graph_pass in (RewriteAttention(statics, tables), RewritePositions(statics, tables), ProveTokenAxis()):
+    rewriting = (RewriteAttention(statics, tables), RewriteMixers(), RewritePositions(statics, tables))
+    for graph_pass in (*rewriting, ProveTokenAxis()):
         run_pass(graph_module, graph_pass, trail)
+    carries_state = has_tree_inputs(graph_module.graph)
+    graph_module.recompile()
     trail.stages["rewritten"] = readable(graph_module)
     return Rewritten(
         graph_module,
@@ -120,6 +126,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         limits,
         statics.proved_length,
         tables.has_pairs,
+        carries_state,
         _dtypes(graph_module.graph),
         any(draws(node) for node in graph_module.graph.nodes),
         trail,

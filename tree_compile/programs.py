@@ -13,6 +13,7 @@ from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.runtime.plan import Row
+from tree_compile.runtime.row_tree import tree_of_segments
 from tree_compile.unpacked import Unpacked
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
@@ -38,11 +39,15 @@ class Program:
 
     def run(self, row: Row) -> RowResult:
         """Computes one row."""
-        return self._result(row, self.blocks(*row_inputs(row, self.device)))
+        return self._result(row, self.blocks(*self._inputs(row)))
 
     def run_uncompiled(self, row: Row) -> RowResult:
         """Computes one row with the rewritten graph as it is."""
-        return self._result(row, self.rewritten.graph_module(*row_inputs(row, self.device)))
+        return self._result(row, self.rewritten.graph_module(*self._inputs(row)))
+
+    def _inputs(self, row: Row) -> tuple[Any, ...]:
+        inputs = row_inputs(row, self.device)
+        return (*inputs, *tree_inputs(row, self.device)) if self.rewritten.carries_state else inputs
 
     def _result(self, row: Row, tensors: tuple[Tensor, ...]) -> RowResult:
         batched = self.rewritten.batched
@@ -85,6 +90,13 @@ def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
     subtree_end = torch.from_numpy(np.concatenate([row.subtree_end, rows])).to(device, non_blocking=True)
     length = max(int(row.position.max()) + 1, _FEWEST_TOKENS)
     return (*inputs, _segments(row), position, subtree_end, length)
+
+
+def tree_inputs(row: Row, device: torch.device) -> tuple[Tensor, ...]:
+    """The arguments that follow where the graph has layers that carry a state, in the order of TREE_INPUTS."""
+    tree = tree_of_segments(row.segments, row.parent, _FEWEST_TOKENS)
+    on_device = (tensor.to(device, non_blocking=True) for tensor in (tree.parent, tree.chunk_tokens, tree.chunk_place))
+    return (*on_device, tree.chunk_parent)
 
 
 def _segments(row: Row) -> Tensor:

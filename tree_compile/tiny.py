@@ -27,6 +27,24 @@ _SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "n_mamba_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_headdim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "mamba_dt_rank": 4,
 }
 
 # Each is used where the architecture's own default is not None, 0 or False.
@@ -69,10 +87,26 @@ _LATENT_ATTENTION = {
     "num_key_value_heads": 4,
 }
 
+_STATE_THEN_ATTENTION = {"layer_types": ["linear_attention", "full_attention"]}
+
 _MISSING = object()
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 16}
 
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": _STATE_THEN_ATTENTION,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "n_mamba_heads": 2},
+    "kimi_linear": _STATE_THEN_ATTENTION,
+    "lara_mini": _STATE_THEN_ATTENTION,
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "minimax": {**_STATE_THEN_ATTENTION, "block_size": 32},
+    "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    "olmo_hybrid": _STATE_THEN_ATTENTION,
+    "qwen3_5_moe_text": _STATE_THEN_ATTENTION,
+    "qwen3_5_text": _STATE_THEN_ATTENTION,
+    "qwen3_next": _STATE_THEN_ATTENTION,
+    "qwen4_exp_text": _STATE_THEN_ATTENTION,
+    "bailing_hybrid": {"layer_group_size": 2},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},

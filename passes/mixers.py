@@ -1,0 +1,75 @@
+"""Layers that carry a state along the tokens: every call gets the row's tree."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.plan_inputs import tree_inputs
+from tree_compile.passes.shapes import inherited, shape_of
+from tree_compile.passes.source import module_path, source_line
+from tree_compile.passes.token_rules import RULES, Result, Step
+from tree_compile.runtime.mixers import MIXERS, Mixer, call_of
+from tree_compile.runtime.row_tree import CHUNK
+
+_NODE = torch.ops.tree_compile.mixer.default
+
+
+@dataclass(frozen=True)
+class RewriteMixers:
+    """Replaces every node of a mixer by a call of its op with the tree of the row."""
+
+    name: str = field(default="mixers", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
+        nodes = [node for node in graph_module.graph.nodes if node.target is _NODE]
+        return tuple(_replace(graph_module.graph, node) for node in nodes)
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> Finding:
+    name, tensors, options = node.args
+    found, arguments = call_of(str(name), list(tensors), str(options))  # type: ignore[arg-type]
+    with graph.inserting_before(node):
+        result = graph.call_function(found.op, (), arguments | {"tree": tree_inputs(graph)})
+        result.meta = inherited(node.meta)
+        result.meta["val"] = (node.meta["val"],) if found.state else node.meta["val"]
+        first = graph.call_function(operator.getitem, (result, 0)) if found.state else result
+        first.meta = inherited(node.meta) | {"val": node.meta["val"]}
+    RULES[found.op] = _rule
+    node.replace_all_uses_with(first)
+    graph.erase_node(node)
+    return Finding(found.shown, _description(found), source_line(node), module_path(node))
+
+
+def _description(found: Mixer) -> str:
+    if not found.state:
+        return f"{found.op.__name__} over the ancestors of every token, one call per pass"
+    return f"{found.op.__name__} in chunks of {CHUNK} tokens, one call per pass, a state for each chunk"
+
+
+def _rule(step: Step) -> Result:
+    """Tokens must be in the order of the row, along the dimension that the op has for them."""
+    found = next(mixer for mixer in MIXERS.values() if mixer.op is step.node.target)
+    for name, dim in found.tokens.items():
+        if step.arguments.get(name) is not None:
+            _require(step, name, dim)
+    rank = len(shape_of(step[found.like]))
+    axes = _axes(rank, found.tokens[found.like])
+    return (Value(axes),) if found.state else Value(axes)
+
+
+def _require(step: Step, name: str, dim: int | None) -> None:
+    known = step.value(name)
+    if known.axes != _axes(len(known.axes), dim):
+        raise Mixes(
+            f"its {name} is not one for every token" if dim is not None else f"its {name} depends on the tokens"
+        )
+
+
+def _axes(rank: int, dim: int | None) -> tuple[Axis | None, ...]:
+    return tuple(TOKENS if at == dim else None for at in range(rank))

@@ -1,0 +1,65 @@
+"""Causal convolution and token shift over a tree: every token takes its nearest ancestors, wherever they lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.row_tree import RowTree
+
+__all__ = ["causal_conv", "token_shift"]
+
+
+@mixer({"values": 1, "weight": None, "bias": None}, "values")
+def causal_conv(values: Tensor, weight: Tensor, bias: Tensor | None = None, tree: RowTree | None = None) -> Tensor:
+    """Convolution of every channel by itself over a token and those before it.
+
+    Args:
+        values: [B, T, D]; with `tree`, B is 1 and T the tokens of a row.
+        weight: [D, K]; the last column is the factor of the token itself.
+        bias: [D].
+        tree: that of the row; None where each of the B is a sequence of its own.
+
+    Returns:
+        [B, T, D] in the dtype of `values`.
+    """
+    width = weight.shape[-1]
+    rows = _with_zero_row(values)
+    result = values * weight[:, width - 1]
+    for back, ancestor in enumerate(_ancestors(values, width - 1, tree), start=1):
+        result = result + rows.index_select(0, ancestor).view(values.shape) * weight[:, width - 1 - back]
+    return (result if bias is None else result + bias).to(values.dtype)
+
+
+@mixer({"values": 1}, "values")
+def token_shift(values: Tensor, tree: RowTree | None = None) -> Tensor:
+    """The values [B, T, …] of the token before each token; 0 at the first of a sequence.
+
+    With `tree`, B is 1 and T the tokens of a row; without it each of the B is a sequence of its own.
+    """
+    (parent,) = _ancestors(values, 1, tree)
+    return _with_zero_row(values).index_select(0, parent).view(values.shape)
+
+
+def _ancestors(values: Tensor, count: int, tree: RowTree | None) -> list[Tensor]:
+    """The `count` tokens before each token, the nearest first: int64 [B * T], B * T where there is none."""
+    batch, length = values.shape[:2]
+    tokens = batch * length
+    parent = _parents_of_chains(tokens, length, values.device) if tree is None else tree.parent
+    nearest = torch.where(parent < 0, tokens, parent)
+    beyond = torch.cat([nearest, nearest.new_full((1,), tokens)])
+    found = [nearest][:count]
+    for _ in range(count - 1):
+        found.append(beyond.index_select(0, found[-1]))
+    return found
+
+
+def _parents_of_chains(tokens: int, length: int, device: torch.device) -> Tensor:
+    index = torch.arange(tokens, device=device)
+    return torch.where(index % length == 0, -1, index - 1)
+
+
+def _with_zero_row(values: Tensor) -> Tensor:
+    flat = values.flatten(0, 1)
+    return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])

@@ -1,0 +1,341 @@
+"""Layers that keep a matrix as their state: gated delta rule, Kimi delta attention, linear attention, state spaces.
+
+All of them turn the state S, `[D, E]` per head, at every token into
+
+    S <- decay * S + key (beta * (value - key^T (decay * S)))      with a delta rule
+    S <- decay * S + key value                                     without one
+
+and return `query^T S`. Per chunk of tokens this is one linear map of the state before the chunk (Yang et al., Gated
+Delta Networks, 2024, section 3; Dao and Gu, Mamba-2, 2024, section 6), so that all chunks of all segments of a row are
+computed at once, and only the states between chunks go down the tree one after the other (`state_scan`).
+
+Every function takes one row of a plan with its `tree`, or, without one, a batch of unpacked sequences. It computes
+in float64 where its inputs are of that dtype, and in float32 elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.row_tree import CHUNK, RowTree, in_chunks, in_row, last_chunks, tree_of_chains
+from tree_compile.runtime.state_scan import final_states, starting_states
+
+__all__ = [
+    "decay_linear_attention",
+    "delta_rule",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "kimi_delta_attention",
+    "state_space_scan",
+]
+
+_SUB = 8
+"""Tokens of a part of a chunk in which decays per channel are taken pair by pair."""
+
+
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=True)
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    tree: RowTree | None = None,
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule: one decay for each token and head.
+
+    Args:
+        query: [B, T, Hk, D]; with `tree`, B is 1 and T the tokens of a row.
+        key: [B, T, Hk, D].
+        value: [B, T, H, E]; value head h reads the keys of head h // (H // Hk).
+        decay: [B, T, H], the logarithm of the factor on the state, 0 or less.
+        beta: [B, T, H], how much of the difference is written.
+        tree: that of the row; None where each of the B is a sequence of its own.
+        scale: factor on the queries; None for D ** -0.5.
+        normalize: whether queries and keys are divided by their length first.
+        initial_state: [B, H, D, E], or [roots, H, D, E] with `tree`; None for zeros.
+        output_final_state: whether final states are returned.
+
+    Returns:
+        [B, T, H, E] in the dtype of `value`; and, where asked for, the states after the last token of each sequence,
+        [B, H, D, E], or those after every chunk, [n, H, D, E], with `tree`.
+    """
+    return _recurrence(
+        query, key, value, decay[..., None], beta, tree, _Options(scale, normalize, initial_state, output_final_state)
+    )
+
+
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=True)
+def kimi_delta_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    tree: RowTree | None = None,
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule with a decay for every channel of the keys: as `gated_delta_rule`, but for `decay` [B, T, H, D]."""
+    return _recurrence(
+        query, key, value, decay, beta, tree, _Options(scale, normalize, initial_state, output_final_state)
+    )
+
+
+@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=True)
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    tree: RowTree | None = None,
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule without decay: as `gated_delta_rule` with a decay of 0."""
+    kept = torch.zeros_like(beta)[..., None]
+    return _recurrence(
+        query, key, value, kept, beta, tree, _Options(scale, normalize, initial_state, output_final_state)
+    )
+
+
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=True)
+def gated_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    tree: RowTree | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with a decay for every channel, [B, T, H, D]; the rest as in `gated_delta_rule`."""
+    return _recurrence(query, key, value, decay, None, tree, _Options(scale, False, initial_state, output_final_state))
+
+
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=True)
+def decay_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    tree: RowTree | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with one decay for each head, [H], or for each token and head, [B, T, H].
+
+    Lightning attention and retention have the former. The rest as in `gated_delta_rule`.
+    """
+    per_token = decay.expand(*value.shape[:2], -1)[..., None]
+    return _recurrence(
+        query, key, value, per_token, None, tree, _Options(scale, False, initial_state, output_final_state)
+    )
+
+
+@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=True)
+def state_space_scan(
+    values: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    write: Tensor,
+    read: Tensor,
+    tree: RowTree | None = None,
+    *,
+    skip: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """State-space layer of Mamba-2: linear attention with the decay `step * rate` that writes `step * values`.
+
+    Args:
+        values: [B, T, H, E].
+        step: [B, T, H], above 0.
+        rate: [H], below 0.
+        write: [B, T, G, D]; head h takes group h // (H // G).
+        read: [B, T, G, D].
+        tree: as in `gated_delta_rule`.
+        skip: [H], factor of the values that are added to the output.
+        initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
+
+        output_final_state: as in `gated_delta_rule`.
+
+    Returns:
+        [B, T, H, E] in the dtype of `values`; and the final states or None, with D and E the other way round.
+    """
+    dtype = _dtype(values)
+    wide, step = values.to(dtype), step.to(dtype)
+    start = None if initial_state is None else initial_state.transpose(-1, -2)
+    decay, written = (step * rate.to(dtype))[..., None], wide * step[..., None]
+    out, states = _recurrence(read, write, written, decay, None, tree, _Options(1.0, False, start, output_final_state))
+    if skip is not None:
+        out = out + wide * skip[:, None]
+    return out.to(values.dtype), None if states is None else states.transpose(-1, -2)
+
+
+class _Options(NamedTuple):
+    """As in `gated_delta_rule`."""
+
+    scale: float | None
+    normalize: bool
+    initial_state: Tensor | None
+    output_final_state: bool
+
+
+class _Pieces(NamedTuple):
+    """Inputs by chunk: query and key [n, H, CHUNK, D], value [n, H, CHUNK, E], beta [n, H, CHUNK, 1].
+
+    `total` is the sum of the decays from the start of the chunk on, [n, H, CHUNK, D or 1].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    total: Tensor
+    beta: Tensor | None
+
+
+class _ChunkMap(NamedTuple):
+    """What each chunk makes of the state S before it: `reads @ S + own` is returned, `transition S + written` is left.
+
+    Shapes: [n, H, CHUNK, D], [n, H, CHUNK, E], and those of `starting_states`.
+    """
+
+    reads: Tensor
+    own: Tensor
+    transition: Tensor
+    written: Tensor
+
+
+def _recurrence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    tree: RowTree | None,
+    options: _Options,
+) -> tuple[Tensor, Tensor | None]:
+    batch, length, heads, _ = value.shape
+    row = tree_of_chains(batch, length, value.device) if tree is None else tree
+    query, key = _scaled(query, key, _dtype(value), options)
+
+    def pieces(values: Tensor) -> Tensor:
+        return _by_heads(in_chunks(values.to(_dtype(value)), row), heads)
+
+    gate = None if beta is None else pieces(beta[..., None])
+    total = pieces(decay).cumsum(-2)
+    chunks = _chunk_map(_Pieces(pieces(query), pieces(key), pieces(value), total, gate))
+    initial = options.initial_state
+    start = None if initial is None else initial.to(_dtype(value))
+    states = starting_states(chunks.transition, chunks.written, row.chunk_parent, start)
+    out = in_row((chunks.reads @ states + chunks.own).transpose(1, 2), row, batch).to(value.dtype)
+    if not options.output_final_state:
+        return out, None
+    final = final_states(chunks.transition, chunks.written, states)
+    return out, final if tree is not None else final[last_chunks(row, batch)]
+
+
+def _scaled(query: Tensor, key: Tensor, dtype: torch.dtype, options: _Options) -> tuple[Tensor, Tensor]:
+    query, key = query.to(dtype), key.to(dtype)
+    if options.normalize:
+        query, key = _of_length_one(query), _of_length_one(key)
+    return query * (query.shape[-1] ** -0.5 if options.scale is None else options.scale), key
+
+
+def _chunk_map(pieces: _Pieces) -> _ChunkMap:
+    query, key, value, total, beta = pieces
+    last = total[..., -1:, :]
+    left = (key * (last - total).exp()).transpose(-1, -2)
+    since, kept = total.exp(), last.exp().transpose(-1, -2)
+    attend = _pair_products(query, key, total)
+    if beta is None:
+        return _ChunkMap(query * since, attend @ value, kept, left @ value)
+    # What a token writes depends on what those before it in the chunk wrote, which is a triangular system: the UT
+    # transform of Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.
+    asked = torch.cat([value * beta, key * beta * since], -1)
+    system = _pair_products(key * beta, key, total)
+    solved = torch.linalg.solve_triangular(system, asked, upper=False, unitriangular=True)
+    widths = [value.shape[-1], key.shape[-1]]
+    own, corrected = (attend @ solved).split(widths, -1)
+    written, forgotten = (left @ solved).split(widths, -1)
+    every = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * kept
+    return _ChunkMap(query * since - corrected, own, every - forgotten, written)
+
+
+def _pair_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """`sum_d left[i, d] right[j, d] exp(total[i, d] - total[j, d])` for j <= i, 0 above: [n, H, CHUNK, CHUNK]."""
+    if total.shape[-1] == 1:
+        return left @ right.transpose(-1, -2) * _decay_between(total[..., 0])
+    return _pair_products_per_channel(left, right, total)
+
+
+def _decay_between(total: Tensor) -> Tensor:
+    """exp(total[i] - total[j]) for j <= i, else 0: the exponent is masked, since it may overflow there."""
+    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    return (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+
+
+def _pair_products_per_channel(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """The same with a decay per channel, without [CHUNK, CHUNK, D] numbers, and without an exponent above 0.
+
+    Parts of `_SUB` tokens are related to earlier parts over the total at their own start, and to themselves pair by
+    pair. (A product of exp(total[i]) and exp(-total[j]) would overflow.)
+    """
+    parts = CHUNK // _SUB
+    left_parts, total_parts = left.unflatten(-2, (parts, _SUB)), total.unflatten(-2, (parts, _SUB))
+    begin = total_parts[..., :1, :]
+    index = torch.arange(CHUNK, device=total.device)
+    later = (index >= _SUB * index[:parts, None])[..., None]
+    since = (begin - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
+    before = (left_parts * (total_parts - begin).exp()) @ (right[..., None, :, :] * since).transpose(-1, -2)
+    inside = _pairs_inside(left_parts, right.unflatten(-2, (parts, _SUB)), total_parts)
+    return before.flatten(-3, -2) + _block_diagonal(inside)
+
+
+def _pairs_inside(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """Products of the tokens of one part: [n, H, parts, _SUB, _SUB]."""
+    later = torch.ones(_SUB, _SUB, dtype=torch.bool, device=total.device).triu(1)[..., None]
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
+    return (left[..., :, None, :] * right[..., None, :, :] * between).sum(-1)
+
+
+def _block_diagonal(blocks: Tensor) -> Tensor:
+    """[..., parts, s, s] on the diagonal of [..., parts * s, parts * s]."""
+    parts = blocks.shape[-3]
+    own = torch.eye(parts, dtype=blocks.dtype, device=blocks.device)[:, None, :, None]
+    return (blocks[..., :, :, None, :] * own).flatten(-2).flatten(-3, -2)
+
+
+def _by_heads(values: Tensor, heads: int) -> Tensor:
+    """[n, CHUNK, Hk, D] -> [n, heads, CHUNK, D]; each head of the former serves some neighbouring ones."""
+    by_head = values.transpose(1, 2)
+    own = by_head.shape[1]
+    return by_head if own == heads else by_head.repeat_interleave(heads // own, 1)
+
+
+def _of_length_one(values: Tensor) -> Tensor:
+    return values * torch.rsqrt((values * values).sum(-1, keepdim=True) + 1e-6)
+
+
+def _dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

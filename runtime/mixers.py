@@ -1,0 +1,99 @@
+"""Ops that carry a state along the tokens, and how each stands in a captured graph: as one node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["MIXERS", "Mixer", "mixer", "one_node"]
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """An op over a row's tree.
+
+    Attributes:
+        op: takes the tensors and options by name, and `tree`, a `RowTree`, or None for unpacked sequences; returns a
+            tensor, or a tuple that starts with it.
+        tokens: for each tensor by name its dimension along the tokens, None where it has none, as a parameter.
+        like: the name of the tensor whose shape, dtype and token dimension the result has.
+        state: whether the op also returns final states, the second of a pair.
+        shown: what `explain` calls it.
+    """
+
+    op: Callable[..., Any]
+    tokens: Mapping[str, int | None]
+    like: str
+    state: bool
+    shown: str
+
+
+MIXERS: dict[str, Mixer] = {}
+"""By the name of the op, as it stands in captured graphs."""
+
+
+def mixer(
+    tokens: Mapping[str, int | None], like: str, *, state: bool = False
+) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
+    """Declares an op over a row's tree, so that models that call it can be compiled.
+
+    While a model is captured, a call of the op becomes one node; in the rewritten graph the op is called with the
+    row's tree.
+
+    Args:
+        tokens: as in `Mixer`. The op has an argument `tree` besides, and options.
+        like: as in `Mixer`.
+        state: as in `Mixer`.
+    """
+
+    def declare(op: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        name = op.__name__
+        MIXERS[name] = Mixer(op, dict(tokens), like, state, name.replace("_", " "))
+        return op
+
+    return declare
+
+
+def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
+    """The first result of a call of `op`, as one node of the graph that is being captured.
+
+    Args:
+        op: declared with `mixer`.
+        arguments: its tensors, and options that JSON can hold.
+    """
+    tensors = [arguments.pop(name, None) for name in MIXERS[op.__name__].tokens]
+    node: Tensor = torch.ops.tree_compile.mixer(op.__name__, tensors, json.dumps(arguments))
+    return node
+
+
+def call_of(name: str, tensors: list[Any], options: str) -> tuple[Mixer, dict[str, Any]]:
+    """A mixer, and the arguments of its op by name, from those of its node."""
+    found = MIXERS[name]
+    given = {key: value for key, value in zip(found.tokens, tensors, strict=True) if value is not None}
+    return found, given | json.loads(options)
+
+
+torch.library.define("tree_compile::mixer", "(str name, Tensor?[] tensors, str options) -> Tensor")
+
+
+@torch.library.impl("tree_compile::mixer", "CompositeExplicitAutograd")
+def _unpacked(name: str, tensors: list[Any], options: str) -> Tensor:
+    found, arguments = call_of(name, tensors, options)
+    result = found.op(**arguments)
+    first: Tensor = result[0] if found.state else result
+    return first.contiguous()
+
+
+@torch.library.register_fake("tree_compile::mixer")  # type: ignore[untyped-decorator]
+def _like(name: str, tensors: list[Any], _options: str) -> Tensor:
+    found = MIXERS[name]
+    like: Tensor = dict(zip(found.tokens, tensors, strict=True))[found.like]
+    return like.new_empty(like.shape)

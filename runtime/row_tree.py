@@ -1,0 +1,123 @@
+"""Rows -> the tree of a row, as ops that carry a state along the tokens read it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.layout import END, PARENT, START
+from tree_compile.runtime.sequences import IntArray
+
+__all__ = ["CHUNK", "RowTree", "in_chunks", "in_row", "last_chunks", "tree_of_chains", "tree_of_segments"]
+
+CHUNK = 32
+"""Tokens of a chunk. Every segment starts a chunk of its own, so that its state can start from that of its parent."""
+
+
+class RowTree(NamedTuple):
+    """The tree of a row of T tokens, by token and by chunk.
+
+    Chunks are ordered by level, the number of chunks above them, and within a level by the chunk that they follow. So
+    `chunk_parent` never decreases, and a level is one slice.
+
+    Attributes:
+        parent: row index of the token before each token, int64 [T]; -1 at roots and on padding.
+        chunk_tokens: row index of every token of every chunk, int64 [n * CHUNK]; T where a chunk is shorter.
+        chunk_place: where each token is among `chunk_tokens`, int64 [T]. Padding, which is in no chunk, is said to be
+            where a chunk has no token.
+        chunk_parent: the chunk whose final state a chunk starts from, -1 at a root, int64 [n] on the CPU.
+        segments: int64 [S, 5] on the CPU, columns as in `Layout`; entries of zeros at the end are skipped.
+    """
+
+    parent: Tensor
+    chunk_tokens: Tensor
+    chunk_place: Tensor
+    chunk_parent: Tensor
+    segments: Tensor
+
+
+def tree_of_segments(segments: IntArray, parent: IntArray, least: int = 1) -> RowTree:
+    """The tree of a row, on the CPU.
+
+    Args:
+        segments: int64 [S, 5], columns as in `Layout`.
+        parent: int64 [T], as in `Row`.
+        least: smallest size of every array; sequences of 1 need one of 2, for which compiled code is made.
+    """
+    length = segments[:, END] - segments[:, START]
+    count = -(-length // CHUNK)
+    first = np.cumsum(count) - count
+    owner = np.repeat(np.arange(len(segments)), count)
+    piece = np.arange(len(owner)) - first[owner]
+    parents, starts = segments[owner, PARENT], segments[owner, START] + CHUNK * piece
+    above = np.where(parents < 0, -1, first[parents] + count[parents] - 1)
+    above = np.where(piece > 0, np.arange(len(owner)) - 1, above)
+    ends = np.minimum(starts + CHUNK, segments[owner, END])
+    tokens = max(len(parent), least)
+    has_padding = tokens > int(segments[-1, END])
+    chunks = _chunks(starts, ends, above, tokens, max(least, len(owner) + has_padding))
+    padded = np.pad(parent, (0, tokens - len(parent)), constant_values=-1)
+    table = np.pad(segments, ((0, max(0, least - len(segments))), (0, 0)))
+    return RowTree(torch.from_numpy(padded), *chunks, torch.from_numpy(table))
+
+
+def tree_of_chains(sequences: int, length: int, device: torch.device) -> RowTree:
+    """The tree of `sequences` unpacked sequences of `length` tokens each, one after the other."""
+    first = np.arange(sequences) * length
+    starts = first[:, None] + np.arange(0, length, CHUNK)
+    ends = np.minimum(starts + CHUNK, first[:, None] + length)
+    above = np.arange(starts.size).reshape(starts.shape) - 1
+    above[:, 0] = -1
+    parent = np.arange(-1, sequences * length - 1)
+    parent[first] = -1
+    past, none = first + length, np.zeros_like(first)
+    tokens, place, chunk_parent = _chunks(starts.ravel(), ends.ravel(), above.ravel(), len(parent), starts.size)
+    segments = torch.from_numpy(np.stack([first, past, past, none - 1, none], axis=1))
+    on_device = (torch.from_numpy(parent).to(device), tokens.to(device), place.to(device))
+    return RowTree(*on_device, chunk_parent, segments)
+
+
+def in_chunks(values: Tensor, tree: RowTree) -> Tensor:
+    """[B, T, …] -> [n, CHUNK, …], with zeros where a chunk has no token."""
+    flat = values.flatten(0, 1)
+    rows = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
+    return rows.index_select(0, tree.chunk_tokens).view(-1, CHUNK, *flat.shape[1:])
+
+
+def in_row(values: Tensor, tree: RowTree, batch: int) -> Tensor:
+    """[n, CHUNK, …] -> [B, T, …]: the inverse of `in_chunks`."""
+    rows = values.flatten(0, 1).index_select(0, tree.chunk_place)
+    return rows.unflatten(0, (batch, -1))
+
+
+def last_chunks(tree: RowTree, sequences: int) -> Tensor:
+    """The chunk of the last token of each of the `sequences` that `tree_of_chains` was asked for."""
+    return tree.chunk_place.view(sequences, -1)[:, -1] // CHUNK
+
+
+def _chunks(starts: IntArray, ends: IntArray, above: IntArray, tokens: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, place and parent of chunks of the ranges from `starts` up to `ends`, of which each follows `above`."""
+    order, parent = _by_level(above)
+    table = np.full((room, CHUNK), tokens, np.int64)
+    index = starts[order, None] + np.arange(CHUNK)
+    table[: len(order)] = np.where(index < ends[order, None], index, tokens)
+    place = np.full(tokens + 1, room * CHUNK - 1, np.int64)
+    place[table.ravel()] = np.arange(room * CHUNK)
+    parents = np.full(room, len(order) - 1, np.int64)
+    parents[: len(order)] = parent
+    return torch.from_numpy(table.ravel()), torch.from_numpy(place[:-1]), torch.from_numpy(parents)
+
+
+def _by_level(above: IntArray) -> tuple[IntArray, IntArray]:
+    """The order of chunks by level, and for each in that order the place of the one above it."""
+    level = [0] * len(above)
+    for chunk, parent in enumerate(above.tolist()):
+        if parent >= 0:
+            level[chunk] = level[parent] + 1
+    order = np.argsort(level, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return order, np.where(above[order] < 0, -1, place[above[order]])

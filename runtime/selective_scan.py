@@ -1,0 +1,72 @@
+"""Selective scan (Gu and Dao, Mamba, 2023): a state per channel whose every entry has a decay of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.row_tree import CHUNK, RowTree, in_chunks, in_row, last_chunks, tree_of_chains
+from tree_compile.runtime.state_scan import final_states, starting_states
+
+__all__ = ["selective_scan"]
+
+
+@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=True)
+def selective_scan(
+    values: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    write: Tensor,
+    read: Tensor,
+    tree: RowTree | None = None,
+    *,
+    skip: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """State-space layer of Mamba: `S <- exp(step * rate) S + step * values * write`, out `S read`, per channel.
+
+    It computes in float64 where `values` are of that dtype, and in float32 elsewhere.
+
+    Args:
+        values: [B, T, D]; with `tree`, B is 1 and T the tokens of a row.
+        step: [B, T, D], above 0.
+        rate: [D, N], below 0.
+        write: [B, T, N].
+        read: [B, T, N].
+        tree: that of the row; None where each of the B is a sequence of its own.
+        skip: [D], factor of the values that are added to the output.
+        initial_state: [B, D, N], or [roots, D, N] with `tree`; None for zeros.
+        output_final_state: whether final states are returned.
+
+    Returns:
+        [B, T, D] in the dtype of `values`, and the states after the last token of each sequence, [B, D, N]; with
+        `chunks`, those after every chunk, [n, D, N].
+    """
+    batch, length, _ = values.shape
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    row = tree_of_chains(batch, length, values.device) if tree is None else tree
+    wide, step = values.to(dtype), step.to(dtype)
+    decay = in_chunks(step, row)[..., None] * rate.to(dtype)
+    written = in_chunks(wide * step, row)[..., None] * in_chunks(write.to(dtype), row)[:, :, None]
+    own, total = _states_of_own(decay.exp(), written), decay.cumsum(1).exp()
+    transition, left = total[:, -1, ..., None], own[:, -1, ..., None]
+    start = None if initial_state is None else initial_state.to(dtype)[..., None]
+    states = starting_states(transition, left, row.chunk_parent, start)
+    reached = own + total * states[:, None, ..., 0]
+    out = in_row((reached * in_chunks(read.to(dtype), row)[:, :, None]).sum(-1), row, batch)
+    out = (out if skip is None else out + wide * skip).to(values.dtype)
+    if not output_final_state:
+        return out, None
+    final = final_states(transition, left, states)[..., 0]
+    return out, final if tree is not None else final[last_chunks(row, batch)]
+
+
+def _states_of_own(factor: Tensor, written: Tensor) -> Tensor:
+    """The states [n, CHUNK, D, N] that the tokens of each chunk alone lead to."""
+    state, states = torch.zeros_like(written[:, 0]), []
+    for at in range(CHUNK):
+        state = factor[:, at] * state + written[:, at]
+        states.append(state)
+    return torch.stack(states, 1)

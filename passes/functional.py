@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,10 +97,10 @@ class _Memory:
         """All nodes that share memory with `node`, in order; the first stands for the whole of that memory."""
         return self._nodes[self._place(next(storages(node)))]
 
-    def rewritten(self, old: fx.Node, whole: fx.Node, value: fx.Node) -> None:
-        """From now on `whole` stands for the whole of the memory of `old`, and `value` is a part of it."""
+    def rewritten(self, old: fx.Node, whole: fx.Node, parts: Sequence[fx.Node]) -> None:
+        """From now on `whole` stands for the whole of the memory of `old`, and `parts` are parts of it."""
         nodes = self.sharing(old)
-        nodes[:] = [whole, *(node for node in nodes if node is not whole), value]
+        nodes[:] = [whole, *(node for node in nodes if node is not whole), *parts]
 
 
 def _is_only_copied(node: fx.Node) -> bool:
@@ -127,18 +127,18 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
     later = _later(node)
     earlier = [other for other in sharing if other not in later and other is not node]
     wholes = [other for other in earlier if _is_same_view(other, sharing[0])]
-    read_later = {other for other in earlier if any(user in later for user in other.users)}
-    if read_later - {*wholes, written}:
-        raise _refusal(node, "another view of the tensor that it changes is used afterwards")
+    read_later = [other for other in earlier if any(user in later for user in other.users)]
     with graph.inserting_before(node):
         value = _functional(graph, node)
-        is_part = written not in wholes and not read_later.isdisjoint(wholes)
+        is_part = written not in wholes and any(other is not written for other in read_later)
         whole = _written_back(graph, node, value, wholes) if is_part else value
-    for old, new in {**dict.fromkeys(wholes, whole), written: value}.items():
+        changed = {**dict.fromkeys(wholes, whole), written: value}
+        views = {view: _view_again(graph, node, view, changed) for view in read_later if view not in changed}
+    for old, new in {**changed, **views}.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
-    memory.rewritten(written, whole, value)
+    memory.rewritten(written, whole, [*views.values(), value])
 
 
 def _comes_from_length(arguments: Any) -> bool:
@@ -211,6 +211,24 @@ def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, wholes: Sequen
         whole.meta = dict(parent.meta)
         current = parent
     return whole
+
+
+def _view_again(graph: fx.Graph, node: fx.Node, view: fx.Node, changed: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A view that was taken before `node` writes, taken of what the memory holds afterwards."""
+    chain: list[fx.Node] = []
+    current = view
+    while current not in changed:
+        source = current.args[0] if current.args else None
+        if not isinstance(source, fx.Node) or current.target is torch.ops.aten.as_strided.default:
+            raise _refusal(node, "another view of the tensor that it changes is used afterwards")
+        chain.append(current)
+        current = source
+    current = changed[current]
+    for step in reversed(chain):
+        again = graph.create_node(step.op, step.target, (current, *step.args[1:]), step.kwargs)
+        again.meta = dict(step.meta)
+        current = again
+    return current
 
 
 def _later(node: fx.Node) -> set[fx.Node]:

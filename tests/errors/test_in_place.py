@@ -47,32 +47,11 @@ def through_one_of_two_chunks(model, x, ids):
     return x * pairs[..., :1]
 
 
-def below_an_inactive_dropout(model, x, ids):
+def below_a_strided_view(model, x, ids):
     x = x + 0
-    same = F.dropout(x, 0.5, training=False).mT
-    x.mul_(2)
-    return same.mT
-
-
-def below_a_view_that_is_read_later(model, x, ids):
-    x = x + 0
-    half = x[..., :4]
+    half = torch.as_strided(x, (1, x.shape[1], 4), x.stride())
     x.mul_(2)
     return x + torch.cat([half, half], -1)
-
-
-def below_a_reshape_that_is_read_later(model, x, ids):
-    x = x + 0
-    pairs = x.reshape(1, -1, 2, 4)
-    x.mul_(2)
-    return pairs.flatten(-2)
-
-
-def below_an_expanded_view(model, x, ids):
-    row = torch.zeros(1, 1, x.shape[-1], dtype=x.dtype)
-    rows = row.expand_as(x)
-    row.add_(1)
-    return x + rows
 
 
 def into_a_buffer(model, x, ids):
@@ -119,10 +98,7 @@ WRITES = [
     (through_a_reshape_that_copies_nothing, "mul_(2)", "a part of a tensor"),
     (through_an_einsum_that_copies_nothing, "mul_(2)", "a part of a tensor"),
     (through_one_of_two_chunks, "first.mul_(0)", "a part of a tensor"),
-    (below_an_inactive_dropout, "x.mul_(2)", "another view"),
-    (below_a_view_that_is_read_later, "x.mul_(2)", "another view"),
-    (below_a_reshape_that_is_read_later, "x.mul_(2)", "another view"),
-    (below_an_expanded_view, "row.add_(1)", "another view"),
+    (below_a_strided_view, "x.mul_(2)", "another view"),
     (into_a_buffer, "model.table.add_(1)", "into a parameter, a buffer or an input"),
     (into_a_parameter_of_the_embedding, "max_norm=1.0", "into a parameter, a buffer or an input"),
     (into_the_tokens, "ids.add_(1)", "into a parameter, a buffer or an input"),
@@ -187,7 +163,49 @@ def overlapping_features(model, x, ids):
     return x
 
 
+def below_an_inactive_dropout(model, x, ids):
+    x = x + 0
+    same = F.dropout(x, 0.5, training=False).mT
+    x.mul_(2)
+    return same.mT
+
+
+def below_a_view_that_is_read_later(model, x, ids):
+    x = x + 0
+    half = x[..., :4]
+    x.mul_(2)
+    return x + torch.cat([half, half], -1)
+
+
+def below_a_reshape_that_is_read_later(model, x, ids):
+    x = x + 0
+    pairs = x.reshape(1, -1, 2, 4)
+    x.mul_(2)
+    return pairs.flatten(-2)
+
+
+def below_an_expanded_view(model, x, ids):
+    row = torch.zeros(1, 1, x.shape[-1], dtype=x.dtype)
+    rows = row.expand_as(x)
+    row.add_(1)
+    return x + rows
+
+
+def views_of_several_places(model, x, ids):
+    """Rotary tables of several axes are put together like this."""
+    tables = torch.stack([x, 2 * x, 3 * x])
+    first = tables[0]
+    first[..., 1:6:3] = tables[1][..., 1:6:3]
+    first[..., 2:6:3] = tables[2][..., 2:6:3]
+    return torch.cat([first[..., 4:], first[..., :4]], -1)
+
+
 EXACT = [
+    below_an_inactive_dropout,
+    below_a_view_that_is_read_later,
+    below_a_reshape_that_is_read_later,
+    below_an_expanded_view,
+    views_of_several_places,
     comparison_keeps_its_dtype,
     wide_number_into_a_narrow_tensor,
     small_integers_that_overflow,

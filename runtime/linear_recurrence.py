@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tree_compile.runtime.mixers import mixer
 from tree_compile.runtime.row_tree import CHUNK, RowTree, in_chunks, in_row, last_chunks, tree_of_chains
-from tree_compile.runtime.state_scan import final_states, starting_states
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 __all__ = [
     "decay_linear_attention",
@@ -202,28 +202,22 @@ class _Options(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """Inputs by chunk: query and key [n, H, CHUNK, D], value [n, H, CHUNK, E], beta [n, H, CHUNK, 1].
+    """Inputs by chunk: query and key [n, H, CHUNK, D], value [n, H, CHUNK, E], and numbers for every token of them.
 
-    `total` is the sum of the decays from the start of the chunk on, [n, H, CHUNK, D or 1].
+    Attributes:
+        of_query: factor on the query, [n, H, CHUNK, 1].
+        of_key: factor on the key.
+        total: the sum of the decays from the start of the chunk on, [n, H, CHUNK, D or 1].
+        beta: [n, H, CHUNK, 1], or None.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    of_query: Tensor
+    of_key: Tensor
     total: Tensor
     beta: Tensor | None
-
-
-class _ChunkMap(NamedTuple):
-    """What each chunk makes of the state S before it: `reads @ S + own` is returned, `transition S + written` is left.
-
-    Shapes: [n, H, CHUNK, D], [n, H, CHUNK, E], and those of `starting_states`.
-    """
-
-    reads: Tensor
-    own: Tensor
-    transition: Tensor
-    written: Tensor
 
 
 def _recurrence(
@@ -235,51 +229,56 @@ def _recurrence(
     tree: RowTree | None,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
-    batch, length, heads, _ = value.shape
+    batch, length = value.shape[:2]
     row = tree_of_chains(batch, length, value.device) if tree is None else tree
-    query, key = _scaled(query, key, _dtype(value), options)
-
-    def pieces(values: Tensor) -> Tensor:
-        return _by_heads(in_chunks(values.to(_dtype(value)), row), heads)
-
-    gate = None if beta is None else pieces(beta[..., None])
-    total = pieces(decay).cumsum(-2)
-    chunks = _chunk_map(_Pieces(pieces(query), pieces(key), pieces(value), total, gate))
-    initial = options.initial_state
-    start = None if initial is None else initial.to(_dtype(value))
-    states = starting_states(chunks.transition, chunks.written, row.chunk_parent, start)
-    out = in_row((chunks.reads @ states + chunks.own).transpose(1, 2), row, batch).to(value.dtype)
+    pieces = _pieces(query, key, value, decay, beta, row, options)
+    attend = _pair_products(pieces.query, pieces.key, pieces.total) * (pieces.of_query * pieces.of_key.mT)
+    maps = _chunk_maps(pieces)
+    initial = None if options.initial_state is None else options.initial_state.to(pieces.value.dtype)
+    states, written = starting_states(maps, row.chunk_parent, initial)
+    asked = pieces.query * (pieces.of_query * pieces.total.exp())
+    out = in_row(asked @ states + attend @ written, row, batch).to(value.dtype)
     if not options.output_final_state:
         return out, None
-    final = final_states(chunks.transition, chunks.written, states)
+    final = final_states(maps, states, written)
     return out, final if tree is not None else final[last_chunks(row, batch)]
 
 
-def _scaled(query: Tensor, key: Tensor, dtype: torch.dtype, options: _Options) -> tuple[Tensor, Tensor]:
-    query, key = query.to(dtype), key.to(dtype)
-    if options.normalize:
-        query, key = _of_length_one(query), _of_length_one(key)
-    return query * (query.shape[-1] ** -0.5 if options.scale is None else options.scale), key
+def _pieces(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, row: RowTree, options: _Options
+) -> _Pieces:
+    dtype, heads = _dtype(value), value.shape[2]
+
+    def by_chunk(values: Tensor) -> Tensor:
+        return _for_heads(in_chunks(values.to(dtype), row), heads)
+
+    query, key, total = by_chunk(query), by_chunk(key), by_chunk(decay).cumsum(-2)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    one = torch.ones_like(query[..., :1])
+    of_query, of_key = (_one_over_length(query), _one_over_length(key)) if options.normalize else (one, one)
+    gate = None if beta is None else by_chunk(beta[..., None])
+    return _Pieces(query, key, by_chunk(value), of_query * scale, of_key, total, gate)
 
 
-def _chunk_map(pieces: _Pieces) -> _ChunkMap:
-    query, key, value, total, beta = pieces
+def _chunk_maps(pieces: _Pieces) -> ChunkMaps:
+    """What every chunk makes of the state before it.
+
+    With a delta rule, what a token writes depends on what those before it in the chunk wrote, which is a triangular
+    system: the UT transform of Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.
+    """
+    _, key, value, _, of_key, total, beta = pieces
     last = total[..., -1:, :]
-    left = (key * (last - total).exp()).transpose(-1, -2)
-    since, kept = total.exp(), last.exp().transpose(-1, -2)
-    attend = _pair_products(query, key, total)
+    kept, left = last.exp().mT, key * (of_key * (last - total).exp())
     if beta is None:
-        return _ChunkMap(query * since, attend @ value, kept, left @ value)
-    # What a token writes depends on what those before it in the chunk wrote, which is a triangular system: the UT
-    # transform of Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.
-    asked = torch.cat([value * beta, key * beta * since], -1)
-    system = _pair_products(key * beta, key, total)
-    solved = torch.linalg.solve_triangular(system, asked, upper=False, unitriangular=True)
-    widths = [value.shape[-1], key.shape[-1]]
-    own, corrected = (attend @ solved).split(widths, -1)
-    written, forgotten = (left @ solved).split(widths, -1)
-    every = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * kept
-    return _ChunkMap(query * since - corrected, own, every - forgotten, written)
+        return ChunkMaps(kept, value, left)
+    of_pair = beta * of_key * of_key.mT
+    system = _pair_products(key, key, total) * of_pair
+    one = torch.eye(CHUNK, dtype=key.dtype, device=key.device)
+    solved = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True) * beta.mT
+    since = of_key * total.exp()
+    # One decay for each token is cheaper on the small matrix than on the keys.
+    reads = (solved * since.mT) @ key if total.shape[-1] == 1 else solved @ (key * since)
+    return ChunkMaps(kept, solved @ value, left, reads)
 
 
 def _pair_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
@@ -326,15 +325,14 @@ def _block_diagonal(blocks: Tensor) -> Tensor:
     return (blocks[..., :, :, None, :] * own).flatten(-2).flatten(-3, -2)
 
 
-def _by_heads(values: Tensor, heads: int) -> Tensor:
-    """[n, CHUNK, Hk, D] -> [n, heads, CHUNK, D]; each head of the former serves some neighbouring ones."""
-    by_head = values.transpose(1, 2)
-    own = by_head.shape[1]
-    return by_head if own == heads else by_head.repeat_interleave(heads // own, 1)
+def _for_heads(values: Tensor, heads: int) -> Tensor:
+    """[n, Hk, CHUNK, D] -> [n, heads, CHUNK, D]; each head of the former serves some neighbouring ones."""
+    own = values.shape[1]
+    return values if own == heads else values.repeat_interleave(heads // own, 1)
 
 
-def _of_length_one(values: Tensor) -> Tensor:
-    return values * torch.rsqrt((values * values).sum(-1, keepdim=True) + 1e-6)
+def _one_over_length(values: Tensor) -> Tensor:
+    return torch.rsqrt((values * values).sum(-1, keepdim=True) + 1e-6)
 
 
 def _dtype(values: Tensor) -> torch.dtype:

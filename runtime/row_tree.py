@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
+from tree_compile.runtime.regroup import regroup
 from tree_compile.runtime.sequences import IntArray
 
 __all__ = ["CHUNK", "RowTree", "in_chunks", "in_row", "last_chunks", "tree_of_chains", "tree_of_segments"]
@@ -20,14 +21,13 @@ CHUNK = 32
 class RowTree(NamedTuple):
     """The tree of a row of T tokens, by token and by chunk.
 
-    Chunks are ordered by level, the number of chunks above them, and within a level by the chunk that they follow. So
-    `chunk_parent` never decreases, and a level is one slice.
+    Chunks are ordered by level, the number of chunks above them, so that a level is one slice; in a level those that
+    others follow come first.
 
     Attributes:
         parent: row index of the token before each token, int64 [T]; -1 at roots and on padding.
         chunk_tokens: row index of every token of every chunk, int64 [n * CHUNK]; T where a chunk is shorter.
-        chunk_place: where each token is among `chunk_tokens`, int64 [T]. Padding, which is in no chunk, is said to be
-            where a chunk has no token.
+        chunk_place: where each token is among `chunk_tokens`, int64 [T]; n * CHUNK for padding, which is in no chunk.
         chunk_parent: the chunk whose final state a chunk starts from, -1 at a root, int64 [n] on the CPU.
         segments: int64 [S, 5] on the CPU, columns as in `Layout`; entries of zeros at the end are skipped.
     """
@@ -57,8 +57,7 @@ def tree_of_segments(segments: IntArray, parent: IntArray, least: int = 1) -> Ro
     above = np.where(piece > 0, np.arange(len(owner)) - 1, above)
     ends = np.minimum(starts + CHUNK, segments[owner, END])
     tokens = max(len(parent), least)
-    has_padding = tokens > int(segments[-1, END])
-    chunks = _chunks(starts, ends, above, tokens, max(least, len(owner) + has_padding))
+    chunks = _chunks(starts, ends, above, tokens, max(least, len(owner)))
     padded = np.pad(parent, (0, tokens - len(parent)), constant_values=-1)
     table = np.pad(segments, ((0, max(0, least - len(segments))), (0, 0)))
     return RowTree(torch.from_numpy(padded), *chunks, torch.from_numpy(table))
@@ -81,16 +80,26 @@ def tree_of_chains(sequences: int, length: int, device: torch.device) -> RowTree
 
 
 def in_chunks(values: Tensor, tree: RowTree) -> Tensor:
-    """[B, T, …] -> [n, CHUNK, …], with zeros where a chunk has no token."""
-    flat = values.flatten(0, 1)
-    rows = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
-    return rows.index_select(0, tree.chunk_tokens).view(-1, CHUNK, *flat.shape[1:])
+    """[B, T, H, D] -> [n, H, CHUNK, D], with zeros where a chunk has no token."""
+    heads, width = values.shape[-2:]
+    by_chunk, by_row = _places(tree, heads)
+    return regroup(values.reshape(-1, width), by_chunk, by_row).view(-1, heads, CHUNK, width)
 
 
 def in_row(values: Tensor, tree: RowTree, batch: int) -> Tensor:
-    """[n, CHUNK, …] -> [B, T, …]: the inverse of `in_chunks`."""
-    rows = values.flatten(0, 1).index_select(0, tree.chunk_place)
-    return rows.unflatten(0, (batch, -1))
+    """[n, H, CHUNK, D] -> [B, T, H, D]: the inverse of `in_chunks`, with zeros for padding."""
+    heads, width = values.shape[1], values.shape[-1]
+    by_chunk, by_row = _places(tree, heads)
+    return regroup(values.reshape(-1, width), by_row, by_chunk).view(batch, -1, heads, width)
+
+
+def _places(tree: RowTree, heads: int) -> tuple[Tensor, Tensor]:
+    """Indices of (token, head) in the order of (chunk, head, token), and the other way round."""
+    head = torch.arange(heads, device=tree.parent.device)
+    by_chunk = tree.chunk_tokens.view(-1, 1, CHUNK) * heads + head[:, None]
+    chunk, at = tree.chunk_place // CHUNK, tree.chunk_place % CHUNK
+    by_row = (chunk[:, None] * heads + head) * CHUNK + at[:, None]
+    return by_chunk.flatten(), by_row.flatten()
 
 
 def last_chunks(tree: RowTree, sequences: int) -> Tensor:
@@ -104,7 +113,7 @@ def _chunks(starts: IntArray, ends: IntArray, above: IntArray, tokens: int, room
     table = np.full((room, CHUNK), tokens, np.int64)
     index = starts[order, None] + np.arange(CHUNK)
     table[: len(order)] = np.where(index < ends[order, None], index, tokens)
-    place = np.full(tokens + 1, room * CHUNK - 1, np.int64)
+    place = np.full(tokens + 1, room * CHUNK, np.int64)
     place[table.ravel()] = np.arange(room * CHUNK)
     parents = np.full(room, len(order) - 1, np.int64)
     parents[: len(order)] = parent
@@ -117,7 +126,9 @@ def _by_level(above: IntArray) -> tuple[IntArray, IntArray]:
     for chunk, parent in enumerate(above.tolist()):
         if parent >= 0:
             level[chunk] = level[parent] + 1
-    order = np.argsort(level, kind="stable")
+    is_last = np.ones(len(above), np.int64)
+    is_last[above[above >= 0]] = 0
+    order = np.lexsort((is_last, np.array(level)))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     return order, np.where(above[order] < 0, -1, place[above[order]])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tree_compile.runtime.mixers import mixer
 from tree_compile.runtime.row_tree import CHUNK, RowTree, in_chunks, in_row, last_chunks, tree_of_chains
-from tree_compile.runtime.state_scan import final_states, starting_states
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 __all__ = ["selective_scan"]
 
@@ -48,18 +48,22 @@ def selective_scan(
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     row = tree_of_chains(batch, length, values.device) if tree is None else tree
     wide, step = values.to(dtype), step.to(dtype)
-    decay = in_chunks(step, row)[..., None] * rate.to(dtype)
-    written = in_chunks(wide * step, row)[..., None] * in_chunks(write.to(dtype), row)[:, :, None]
+
+    def by_chunk(values: Tensor) -> Tensor:
+        return in_chunks(values[:, :, None].to(dtype), row)[:, 0]
+
+    decay = by_chunk(step)[..., None] * rate.to(dtype)
+    written = by_chunk(wide * step)[..., None] * by_chunk(write)[:, :, None]
     own, total = _states_of_own(decay.exp(), written), decay.cumsum(1).exp()
-    transition, left = total[:, -1, ..., None], own[:, -1, ..., None]
+    maps = ChunkMaps(total[:, -1, ..., None], own[:, -1, ..., None])
     start = None if initial_state is None else initial_state.to(dtype)[..., None]
-    states = starting_states(transition, left, row.chunk_parent, start)
+    states, left = starting_states(maps, row.chunk_parent, start)
     reached = own + total * states[:, None, ..., 0]
-    out = in_row((reached * in_chunks(read.to(dtype), row)[:, :, None]).sum(-1), row, batch)
+    out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, batch)[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
     if not output_final_state:
         return out, None
-    final = final_states(transition, left, states)[..., 0]
+    final = final_states(maps, states, left)[..., 0]
     return out, final if tree is not None else final[last_chunks(row, batch)]
 
 

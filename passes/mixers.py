@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,15 +37,30 @@ def _replace(graph: fx.Graph, node: fx.Node) -> Finding:
     name, tensors, options = node.args
     found, arguments = call_of(str(name), list(tensors), str(options))  # type: ignore[arg-type]
     with graph.inserting_before(node):
-        result = graph.call_function(found.op, (), arguments | {"tree": tree_inputs(graph)})
-        result.meta = inherited(node.meta)
-        result.meta["val"] = (node.meta["val"],) if found.state else node.meta["val"]
-        first = graph.call_function(operator.getitem, (result, 0)) if found.state else result
-        first.meta = inherited(node.meta) | {"val": node.meta["val"]}
-    RULES[found.op] = _rule
-    node.replace_all_uses_with(first)
+        result = insert_mixer(graph, node, found.op, arguments)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
     return Finding(found.shown, _description(found), source_line(node), module_path(node))
+
+
+def insert_mixer(graph: fx.Graph, origin: fx.Node, op: Callable[..., Any], arguments: dict[str, Any]) -> fx.Node:
+    """Inserts a call of a mixer's op with the tree of the row, and returns the node of its first result.
+
+    Args:
+        graph: a graph with plan inputs.
+        origin: the node whose place it takes; the result has its fake value.
+        op: declared with `runtime.mixers.mixer`.
+        arguments: those of the op by name, without `tree`.
+    """
+    found = next(mixer for mixer in MIXERS.values() if mixer.op is op)
+    RULES[op] = _rule
+    result = graph.call_function(op, (), arguments | {"tree": tree_inputs(graph)})
+    result.meta = inherited(origin.meta) | {"val": (origin.meta["val"],) if found.state else origin.meta["val"]}
+    if not found.state:
+        return result
+    first = graph.call_function(operator.getitem, (result, 0))
+    first.meta = inherited(origin.meta) | {"val": origin.meta["val"]}
+    return first
 
 
 def _description(found: Mixer) -> str:

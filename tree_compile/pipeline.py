@@ -15,6 +15,7 @@ from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.batch_norm import RefuseBatchNorm
+from tree_compile.passes.convolutions import RewriteConvolutions
 from tree_compile.passes.draws import draws
 from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
@@ -112,8 +113,13 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
-    rewriting = (RewriteAttention(statics, tables), RewriteMixers(), RewritePositions(statics, tables))
-    for graph_pass in (*rewriting, ProveTokenAxis()):
+    for graph_pass in (
+        RewriteAttention(statics, tables),
+        RewriteMixers(),
+        RewriteConvolutions(),
+        RewritePositions(statics, tables),
+        ProveTokenAxis(),
+    ):
         run_pass(graph_module, graph_pass, trail)
     carries_state = has_tree_inputs(graph_module.graph)
     graph_module.recompile()

@@ -1,0 +1,115 @@
+"""Causal convolutions and token shifts as models write them: every token takes its ancestors, not its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.mixers import insert_mixer
+from tree_compile.passes.nodes import arguments
+from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
+from tree_compile.passes.source import module_path, source_line
+from tree_compile.runtime.causal_conv import causal_conv, token_shift
+
+aten = torch.ops.aten
+_PADS = (aten.pad.default, aten.constant_pad_nd.default)
+
+
+@dataclass(frozen=True)
+class RewriteConvolutions:
+    """Replaces depthwise causal convolutions along the tokens, and shifts by one token that pad with zeros.
+
+    A convolution is causal where K - 1 zeros stand before the first token: `F.conv1d(F.pad(x, (K - 1, 0)), …)`, or
+    `F.conv1d(x, …, padding=K - 1)[..., :T]`. A shift is `F.pad(x, (0, 0, 1, -1))`. The token-axis proof refuses others.
+    """
+
+    name: str = field(default="convolutions", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
+        graph, symbol = graph_module.graph, token_symbol(graph_module.graph)
+        findings = []
+        for node in list(graph.nodes):
+            if node.target is aten.conv1d.default:
+                findings += _replace_convolution(graph, node, symbol)
+            elif node.target in _PADS and _is_shift(node, symbol):
+                findings.append(_replace_shift(graph, node))
+        return tuple(findings)
+
+
+def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -> list[Finding]:
+    given = arguments(node)
+    if not _is_depthwise(given):
+        return []
+    values, results = _padded_before(node, given, symbol)
+    if values is None:
+        return []
+    with graph.inserting_before(node):
+        rows = call(graph, aten.permute.default, (values, [0, 2, 1]), node.meta)
+        weight = call(graph, aten.squeeze.dim, (given["weight"], 1), node.meta)
+        convolved = insert_mixer(graph, node, causal_conv, {"values": rows, "weight": weight, "bias": given["bias"]})
+        convolved.meta["val"] = rows.meta["val"]
+        back = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
+    for result in results:
+        result.replace_all_uses_with(back)
+    return [Finding("causal convolution", _BECAME.format(causal_conv.__name__), source_line(node), module_path(node))]
+
+
+_BECAME = "{} over the ancestors of every token, one call per pass"
+
+
+def _is_depthwise(given: dict[str, Any]) -> bool:
+    channels, inputs, _ = shape_of(given["weight"])
+    plain = [list(given[name]) for name in ("stride", "dilation")] == [[1], [1]]
+    return plain and inputs == 1 and given["groups"] == channels and len(shape_of(given["input"])) == 3
+
+
+def _padded_before(node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol) -> tuple[fx.Node | None, list[fx.Node]]:
+    """What is convolved, without its padding, and the nodes that hold one result for every token."""
+    before, padding = shape_of(given["weight"])[2] - 1, list(given["padding"])
+    source = given["input"]
+    if padding == [before] and _is_tokens(source, symbol):
+        cuts = [user for user in node.users if _keeps_first(user, symbol)]
+        return (source, cuts) if len(cuts) == len(node.users) else (None, [])
+    if padding == [0] and source.target in _PADS and _pads(source) == [before, 0]:
+        values = source.args[0]
+        return (values, [node]) if _is_tokens(values, symbol) else (None, [])
+    return (source, [node]) if before == 0 and padding == [0] else (None, [])
+
+
+def _keeps_first(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether the node keeps the first T entries of the last dimension."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    given = arguments(node)
+    is_last = given["dim"] % len(shape_of(node)) == len(shape_of(node)) - 1
+    return is_last and given["start"] in (None, 0) and given["step"] == 1 and _is_tokens(node, symbol)
+
+
+def _is_tokens(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    return bool(size_expression(shape_of(node)[-1]) == symbol)
+
+
+def _pads(node: fx.Node) -> list[int] | None:
+    """The padding with zeros, from the last dimension on; None for any other padding."""
+    given = arguments(node)
+    is_zeros = given.get("mode", "constant") == "constant" and given["value"] in (None, 0)
+    return list(given["pad"]) if is_zeros else None
+
+
+def _is_shift(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    values: Any = node.args[0]
+    shape = shape_of(values)
+    return _pads(node) == [0, 0, 1, -1] and len(shape) == 3 and size_expression(shape[1]) == symbol
+
+
+def _replace_shift(graph: fx.Graph, node: fx.Node) -> Finding:
+    with graph.inserting_before(node):
+        shifted = insert_mixer(graph, node, token_shift, {"values": node.args[0]})
+        shifted.meta["val"] = node.args[0].meta["val"]  # type: ignore[union-attr]
+    node.replace_all_uses_with(shifted)
+    return Finding("token shift", _BECAME.format(token_shift.__name__), source_line(node), module_path(node))

@@ -22,8 +22,9 @@ import numpy as np
 import seed_rule
 
 from tree_compile.runtime.bounds import row_bounds
-from tree_compile.runtime.plan import Plan, plan_rows
+from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planner import Planner
+from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.sequences import as_batch
 from tree_compile.runtime.tree import build_prefix_tree
 

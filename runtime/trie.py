@@ -19,6 +19,7 @@ from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
 __all__ = ["depth_first_order", "first_difference"]
 
 _CHUNK = 64
+_COMPILED_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def depth_first_order(batch: Batch, limits: IntArray) -> tuple[IntArray, IntArray]:
@@ -32,7 +33,7 @@ def depth_first_order(batch: Batch, limits: IntArray) -> tuple[IntArray, IntArra
         Sequence ids, and the tokens that each shares with the one before it; both int64 [number of sequences].
     """
     arrays = _of_one_type(batch)
-    return _order(_addresses(batch, arrays), batch.lengths, limits, arrays[0][:0])
+    return _order(_addresses(batch, arrays), batch.lengths, limits, _like(arrays))
 
 
 def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, parents: IntArray, sources: IntArray) -> int:
@@ -47,7 +48,9 @@ def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, paren
     """
     arrays = _of_one_type(batch)
     addresses = _addresses(batch, arrays)
-    return int(_first_difference(addresses, batch.lengths, segment_of, starts, parents, sources, arrays[0][:0]))
+    tree = (np.require(array, np.int64, ["C", "A", "W"]) for array in (segment_of, starts, parents, sources))
+    segment_of, starts, parents, sources = tree
+    return int(_first_difference(addresses, batch.lengths, segment_of, starts, parents, sources, _like(arrays)))
 
 
 @numba.njit(cache=True)
@@ -69,11 +72,21 @@ def _addresses(batch: Batch, arrays: list[TokenArray]) -> IntArray:
 
 
 def _of_one_type(batch: Batch) -> list[TokenArray]:
-    """All arrays of all inputs, which the caller keeps as long as their addresses are used."""
+    """All arrays of all inputs, which the caller keeps as long as their addresses are used.
+
+    numba compiles anew for every type, so that all but the two that tokens mostly have are converted.
+    """
     arrays = [array for values in batch.inputs.values() for array in values]
     dtypes = {array.dtype.newbyteorder("=") for array in arrays}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
-    return [np.ascontiguousarray(array, dtype) for array in arrays]
+    if dtype not in _COMPILED_TYPES:
+        dtype = np.dtype(np.int64)
+    return [np.require(array, dtype, ["C", "A"]) for array in arrays]
+
+
+def _like(arrays: list[TokenArray]) -> TokenArray:
+    """An array that gives kernels the type alone: flags of the caller's arrays would be a part of it."""
+    return np.empty(0, arrays[0].dtype)
 
 
 @intrinsic

@@ -1,50 +1,28 @@
 """Constructions, their improvement, and the bound."""
 
-import importlib.util
 import itertools
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.dispatcher import Dispatcher
 
-from tests.runtime.batches import batches, chain
+from tests.runtime.batches import batches, chain, row_sizes, segment_path, tree_of
+from tree_compile.runtime import bounds, layout, reopening, trie
 from tree_compile.runtime import constructions as constructing
-from tree_compile.runtime import layout, reopening, trie
+from tree_compile.runtime import leaves as leaves_module
 from tree_compile.runtime.bounds import row_bounds
 from tree_compile.runtime.constructions import constructions
 from tree_compile.runtime.leaves import depth_first, leaves_of, shared_tokens
-from tree_compile.runtime.plan import plan_rows, warm_up
-from tree_compile.runtime.reopening import Budget, reopen_rows
+from tree_compile.runtime.options import Budget
+from tree_compile.runtime.planning import plan_rows, warm_up
+from tree_compile.runtime.reopening import reopen_rows
 from tree_compile.runtime.rows import pack_rows
-from tree_compile.runtime.sequences import as_batch
-from tree_compile.runtime.tree import build_prefix_tree
 
 ROOM = st.integers(0, 8)
 NO_BOUNDS = (0, 0)
-
-
-def tree_of(sequences, min_shared_tokens=1):
-    return build_prefix_tree(as_batch(sequences), min_shared_tokens)
-
-
-def path(tree, leaf):
-    found = []
-    while leaf >= 0:
-        found.append(leaf)
-        leaf = int(tree.parent[leaf])
-    return found
-
-
-def sizes(tree, leaves, row_of):
-    """Tokens of every row, by the segments on the paths of its leaves."""
-    held = {}
-    for leaf, row in zip(leaves.segment.tolist(), row_of.tolist(), strict=True):
-        held.setdefault(row, set()).update(path(tree, leaf))
-    assert sorted(held) == list(range(len(held)))
-    return [sum(int(tree.length[segment]) for segment in segments) for segments in held.values()]
 
 
 @given(batches())
@@ -52,7 +30,7 @@ def test_any_two_leaves_share_the_least_between_them(sequences):
     tree = tree_of(sequences)
     leaves = leaves_of(tree)
     for left, right in itertools.combinations(range(len(leaves)), 2):
-        common = set(path(tree, leaves.segment[left])) & set(path(tree, leaves.segment[right]))
+        common = set(segment_path(tree, leaves.segment[left])) & set(segment_path(tree, leaves.segment[right]))
         expected = sum(int(tree.length[segment]) for segment in common)
         assert shared_tokens(leaves.minima, left, right) == expected
 
@@ -64,7 +42,7 @@ def test_depth_first_order_keeps_subtrees_together(sequences, random):
     order, shared = depth_first(tree, np.array([random.random() for _ in range(len(tree))]))
     assert sorted(order.tolist()) == list(range(len(leaves)))
     for segment in range(len(tree)):
-        inside = [segment in path(tree, leaves.segment[leaf]) for leaf in order]
+        inside = [segment in segment_path(tree, leaves.segment[leaf]) for leaf in order]
         assert sum(a != b for a, b in itertools.pairwise([False, *inside, False])) == 2
     for (one, other), tokens in zip(itertools.pairwise(order), shared[1:], strict=True):
         assert shared_tokens(leaves.minima, min(one, other), max(one, other)) == tokens
@@ -76,7 +54,52 @@ def test_every_construction_fits(sequences, room, min_shared_tokens):
     tree = tree_of(sequences, min_shared_tokens)
     leaves = leaves_of(tree)
     for row_of in constructions(tree, leaves, row_tokens):
-        assert max(sizes(tree, leaves, row_of)) <= row_tokens
+        assert max(row_sizes(tree, row_of)) <= row_tokens
+
+
+@given(batches(most=14), ROOM, st.integers(1, 3))
+def test_best_fit_in_depth_first_order_fits(sequences, room, min_shared_tokens):
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences, min_shared_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constructing, "_MOST_EXACT", 0)  # as for more leaves
+        for row_of in constructions(tree, leaves_of(tree), row_tokens):
+            assert max(row_sizes(tree, row_of)) <= row_tokens
+
+
+@given(batches(most=14), ROOM, st.booleans(), st.integers(1, 3))
+def test_few_open_rows_fit(sequences, room, fullest, most_open):
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences)
+    leaves = leaves_of(tree)
+    order, shared = depth_first(tree, tree.tokens_below)
+    row_of = constructing._place(order, shared, leaves.tokens, leaves.least_added, row_tokens, fullest, most_open)
+    assert max(row_sizes(tree, row_of)) <= row_tokens
+
+
+@given(batches(most=14), ROOM, st.integers(1, 3), st.sampled_from([0, 40, 200, 10**8]))
+def test_few_open_bins_and_little_work_fit(sequences, room, most_open, most_work):
+    row_tokens = max(map(len, sequences)) + room
+    tree = tree_of(sequences)
+    leaves = tree.leaves
+    row_of = constructing._bottom_up(tree.parent, tree.end, leaves, row_tokens, most_open, most_work)
+    assert max(row_sizes(tree, row_of)) <= row_tokens
+
+
+def test_bins_of_a_deep_chain_go_up_in_one_step():
+    # Every second segment is a leaf of one token, and no two leaves fit into a row but the last ones.
+    depth = 40_000
+    trunk_end = np.arange(1, depth + 1)
+    end = np.stack([trunk_end, trunk_end + 1], axis=1).ravel()[:-1]
+    parent = np.empty(2 * depth - 1, np.int64)
+    parent[0::2] = np.arange(-2, 2 * depth - 2, 2)
+    parent[0] = -1
+    parent[1::2] = np.arange(0, 2 * depth - 2, 2)
+    leaves = np.append(np.arange(1, 2 * depth - 1, 2), 2 * depth - 2)
+    began = time.perf_counter()
+    row_of = constructing._bottom_up(parent, end, leaves, depth + 1, 8_192, 10**8)
+    assert time.perf_counter() - began < 5
+    assert len(row_of) == depth
 
 
 @given(batches(most=14), ROOM, st.booleans(), st.integers(0, 400))
@@ -87,7 +110,7 @@ def test_reopened_rows_fit_and_are_no_worse(sequences, room, few_tokens, attempt
     for start in constructions(tree, leaves, row_tokens):
         before = start.copy()
         row_of = reopen_rows(leaves, start, row_tokens, Budget(attempts=attempts), few_tokens, NO_BOUNDS)
-        old, new = sizes(tree, leaves, start), sizes(tree, leaves, row_of)
+        old, new = row_sizes(tree, start), row_sizes(tree, row_of)
         assert max(new) <= row_tokens
         assert sum(new) <= sum(old) if few_tokens else len(new) <= len(old)
         assert start.tolist() == before.tolist()
@@ -107,7 +130,7 @@ def test_budget_of_attempts_gives_the_same_rows_each_time():
         for _ in range(9)
     ]
     packed = [pack_rows(tree_of(sequences), 150, budget=Budget(attempts=500))[0] for _ in range(2)]
-    assert [row.tolist() for row in packed[0]] == [row.tolist() for row in packed[1]]
+    assert packed[0].tolist() == packed[1].tolist()
 
 
 def test_no_budget_takes_the_best_construction_and_a_budget_improves_it():
@@ -119,15 +142,11 @@ def test_no_budget_takes_the_best_construction_and_a_budget_improves_it():
     ]
     tree = tree_of(sequences)
     leaves = leaves_of(tree)
-    found = [sizes(tree, leaves, row_of) for row_of in constructions(tree, leaves, 170)]
+    found = [row_sizes(tree, row_of) for row_of in constructions(tree, leaves, 170)]
     best = min((len(used), sum(used)) for used in found)
 
     def result(attempts):
-        rows, _ = pack_rows(tree, 170, budget=Budget(attempts=attempts))
-        row_of = np.empty(len(tree), np.int64)
-        for row, held in enumerate(rows):
-            row_of[held] = row
-        used = sizes(tree, leaves, row_of[leaves.segment])
+        used = row_sizes(tree, pack_rows(tree, 170, budget=Budget(attempts=attempts))[0])
         return len(used), sum(used)
 
     assert result(0) == best
@@ -175,25 +194,14 @@ def test_deep_chain_is_packed(row_tokens):
     assert max(row.length for row in plan.rows) <= row_tokens
 
 
-@pytest.fixture(scope="module")
-def rule():
-    """The published rule in plain Python."""
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / "seed_rule.py"
-    spec = importlib.util.spec_from_file_location("seed_rule", file)
-    module = importlib.util.module_from_spec(spec)
-    __import__("sys").modules["seed_rule"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @settings(max_examples=300)
 @given(batches(most=14), ROOM)
-def test_rows_are_never_more_than_those_of_the_published_rule(rule, sequences, room):
+def test_rows_are_never_more_than_those_of_the_published_rule(seed_rule, sequences, room):
     row_tokens = max(map(len, sequences)) + room
     distinct = [list(sequence) for sequence in dict.fromkeys(map(tuple, sequences))]
     alone = [s for s in distinct if not any(s != other and s == other[: len(s)] for other in distinct)]
-    paths = rule.walk(alone, [len(s) for s in alone], 1)
-    rows = rule.place(paths, rule.groups_of(paths), row_tokens)
+    paths = seed_rule.walk(alone, [len(s) for s in alone], 1)
+    rows = seed_rule.place(paths, seed_rule.groups_of(paths), row_tokens)
     plan = plan_rows(alone, row_tokens, 1, plan_seconds=0)
     assert (len(plan.rows), plan.packed_tokens) <= (len(rows), sum(row.tokens for row in rows))
 
@@ -225,18 +233,45 @@ def test_fewest_tokens_may_take_more_rows():
     assert len(plan_rows(sequences, 10, 1, plan_attempts=500).rows) == 2
 
 
-def test_warm_up_leaves_nothing_to_compile():
+def unaligned(tokens):
+    room = np.empty(tokens.nbytes + 1, np.uint8)
+    found = room[1:].view(tokens.dtype)
+    found[:] = tokens
+    return found
+
+
+KINDS = {
+    "int64": lambda tokens: tokens,
+    "int32": lambda tokens: tokens.astype(np.int32),
+    "uint16": lambda tokens: tokens.astype(np.uint16),
+    "big_endian": lambda tokens: tokens.astype(">i4"),
+    "read_only": lambda tokens: np.frombuffer(tokens.tobytes(), tokens.dtype),
+    "unaligned": unaligned,
+    "every_second": lambda tokens: np.repeat(tokens, 2)[::2],
+}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Everything that numba has compiled, each with the number of types that it was compiled for."""
     warm_up()
-    kernels = [reopening._attempts, layout._lay_out, trie._order, trie._first_difference, constructing._bottom_up]
-    before = [len(kernel.signatures) for kernel in kernels]
+    modules = (bounds, constructing, layout, leaves_module, reopening, trie)
+    found = {k for module in modules for k in vars(module).values() if isinstance(k, Dispatcher)}
+    assert len(trie._order.signatures) == len(trie._first_difference.signatures) == 2
+    return {kernel: len(kernel.signatures) for kernel in found}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("row_tokens", [170, np.int32(170), np.uint64(170), 2**63, 2**70])
+def test_warm_up_leaves_nothing_to_compile(kernels, kind, row_tokens):
     random = np.random.default_rng(0)
-    for dtype in (np.int64, np.int32):
-        sequences = [
-            np.append(np.full(30, g), random.integers(0, 99, 20 + g)).astype(dtype) for g in range(9) for _ in range(9)
-        ]
-        plan_rows(sequences, 170).with_sequences(sequences)
-    assert min(before) > 0
-    assert [len(kernel.signatures) for kernel in kernels] == before
+    plain = [np.append(np.full(30, g), random.integers(0, 99, 20 + g)) for g in range(9) for _ in range(9)]
+    sequences = [kind(tokens) for tokens in plain]
+    plan = plan_rows(sequences, row_tokens).with_sequences(sequences)
+    assert type(plan.row_tokens) is int
+    alone = plan.of_row(0)
+    alone.with_sequences([sequences[i] for i in plan.rows[0].sequence_ids])
+    assert {kernel: len(kernel.signatures) for kernel in kernels} == kernels
 
 
 def test_budget_of_seconds_is_kept_with_thousands_of_leaves_in_a_row():

@@ -50,7 +50,7 @@ def test_segments_are_in_pre_order(sequences, min_shared_tokens):
         for other in range(segment + 1, len(tree)):
             if parent[other] in below:
                 below.add(other)
-        assert below == set(range(segment, int(tree.subtree[segment])))
+        assert below == set(range(segment, int(tree.subtree_end[segment])))
 
 
 @given(batches(), st.integers(1, 4))
@@ -60,7 +60,7 @@ def test_sequence_ends_in_its_segment(sequences, min_shared_tokens):
         segment = tree.sequence_segment[i]
         assert tree.start[segment] < len(sequence) <= tree.end[segment]
         assert sequences[tree.source[segment]][: len(sequence)] == sequence
-        assert tree.leaves[tree.sequence_leaf[i]] in range(segment, tree.subtree[segment])
+        assert tree.leaves[tree.sequence_leaf[i]] in range(segment, tree.subtree_end[segment])
 
 
 @given(batches(most=16), st.integers(1, 3))

@@ -187,7 +187,7 @@ def test_failing_factory_is_named_with_its_line(module, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("target", "what"),
     [
-        ("{module}:nothing", "gave a NoneType, which is not an nn.Module"),
+        ("{module}:nothing", "gave a NoneType, not an nn.Module"),
         ("{module}:absent", "has no function 'absent'"),
         ("{module}:instance", "has no function 'instance'"),
         ("no_such_module:small", "no_such_module failed with ModuleNotFoundError"),

@@ -12,6 +12,8 @@ from hypothesis import settings
 settings.register_profile("tree_compile", deadline=None)
 settings.load_profile("tree_compile")
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
 
 def module_of(file: Path) -> ModuleType:
     """The module in a file that is on no path."""
@@ -30,4 +32,10 @@ def workloads(shared: Path) -> ModuleType:
 @pytest.fixture(scope="session")
 def seed_rule() -> ModuleType:
     """The published rule in plain Python."""
-    return module_of(Path(__file__).resolve().parents[2] / "benchmarks" / "seed_rule.py")
+    return module_of(BENCHMARKS / "seed_rule.py")
+
+
+@pytest.fixture(scope="session")
+def exact_rows() -> ModuleType:
+    """The fewest rows by a solver."""
+    return module_of(BENCHMARKS / "exact_rows.py")

@@ -207,22 +207,14 @@ def test_rows_are_never_more_than_those_of_the_published_rule(seed_rule, sequenc
 
 
 @given(batches(most=7), ROOM)
-def test_bounds_are_those_of_a_solver_or_below(sequences, room):
+def test_bounds_are_those_of_a_solver_or_below(exact_rows, sequences, room):
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     row_tokens = max(map(len, sequences)) + room
     tree = tree_of(sequences)
     bound, _ = row_bounds(tree, row_tokens)
     if bound == 1:
         return
-    model = cp_model.CpModel()
-    held = [[model.new_bool_var("") for _ in range(len(tree))] for _ in range(bound - 1)]
-    for row in held:
-        for segment, above in enumerate(tree.parent.tolist()):
-            if above >= 0:
-                model.add_implication(row[segment], row[above])
-        model.add(sum(int(n) * kept for n, kept in zip(tree.length, row, strict=True)) <= row_tokens)
-    for leaf in tree.leaves.tolist():
-        model.add_exactly_one(row[leaf] for row in held)
+    model = exact_rows.rows_model(tree, row_tokens, bound - 1)
     assert cp_model.CpSolver().solve(model) == cp_model.INFEASIBLE
 
 

@@ -92,18 +92,18 @@ class _Shade:
 
 
 def _shades(tree: PrefixTree) -> list[_Shade]:
-    """The trunk, which most sequences go through, is grey. Each branch off it has a hue, fainter with every level."""
-    is_trunk = (2 * tree.sequences_through > len(tree.sequence_length)).tolist()
+    """What most sequences go through is grey. Each branch off it has a hue, fainter with every level."""
+    is_common = (2 * tree.sequences_through > len(tree.sequence_length)).tolist()
     shades: list[_Shade] = []
     hues: list[int] = []
     levels: list[int] = []
     branches = 0
     for segment, above in enumerate(tree.parent.tolist()):
-        starts = above < 0 or is_trunk[above] != is_trunk[segment]
+        starts = above < 0 or is_common[above] != is_common[segment]
         levels.append(0 if starts else levels[above] + 1)
         hues.append(branches % len(_HUES) if starts else hues[above])
-        branches += starts and not is_trunk[segment]
-        hue = "t" if is_trunk[segment] else f"h{hues[-1]}"
+        branches += starts and not is_common[segment]
+        hue = "t" if is_common[segment] else f"h{hues[-1]}"
         depth = shades[above].depth + 1 if above >= 0 else 0
         shades.append(_Shade(f"{hue} d{min(levels[-1], _LEVELS - 1)}", depth))
     return shades

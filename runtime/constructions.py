@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 
-from tree_compile.runtime.leaves import Leaves, depth_first, put_in, shared_with_row
+from tree_compile.runtime.leaves import Leaves, depth_first, shared_tokens
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
@@ -88,15 +88,24 @@ def _best_fit_decreasing(order, tokens, minima, row_tokens):
         for row in range(rows):
             in_row = members[row, : sizes[row]]
             place = np.searchsorted(in_row, leaf)
-            after = used[row] + tokens[leaf] - shared_with_row(minima, in_row, place, leaf, leaf)
+            after = used[row] + tokens[leaf] - _shared_with_row(minima, in_row, place, leaf)
             if after <= row_tokens and after > best_used:
                 best, best_used, best_place = row, after, place
         if best == rows:
             rows, best_used = rows + 1, tokens[leaf]
-        put_in(members[best], sizes[best], best_place, np.array([leaf]))
+        for at in range(sizes[best], best_place, -1):
+            members[best, at] = members[best, at - 1]
+        members[best, best_place] = leaf
         sizes[best] += 1
         used[best], row_of[leaf] = best_used, best
     return row_of
+
+
+@numba.njit(cache=True)
+def _shared_with_row(minima, in_row, place, leaf):
+    """Tokens of a leaf that a row has already: those that it shares with the leaf before or after it in the row."""
+    shared = shared_tokens(minima, in_row[place - 1], leaf) if place > 0 else 0
+    return max(shared, shared_tokens(minima, leaf, in_row[place])) if place < len(in_row) else shared
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,7 @@ import numpy as np
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["Leaves", "depth_first", "leaves_of", "put_in", "row_lists", "shared_tokens", "shared_with_row"]
+__all__ = ["Leaves", "depth_first", "leaves_of", "row_lists", "shared_tokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,26 +69,6 @@ def shared_tokens(minima, left, right):
         span >>= 1
         level += 1
     return min(minima[level, left + 1], minima[level, right - (1 << level) + 1])
-
-
-@numba.njit(cache=True)
-def shared_with_row(minima, members, place, first, last):
-    """Tokens that a row has already of the leaves from `first` to `last`, which would come at `place` in `members`.
-
-    `members` are the leaves of the row, ascending. What comes first or last in a row shares the most with the leaf
-    beside it.
-    """
-    before = shared_tokens(minima, members[place - 1], first) if place > 0 else 0
-    after = shared_tokens(minima, last, members[place]) if place < len(members) else 0
-    return max(before, after)
-
-
-@numba.njit(cache=True)
-def put_in(members, size, place, leaves):
-    """Puts leaves in at `place` of the first `size` members, and moves what comes after."""
-    for at in range(size - 1, place - 1, -1):
-        members[at + len(leaves)] = members[at]
-    members[place : place + len(leaves)] = leaves
 
 
 @numba.njit(cache=True)

@@ -8,7 +8,7 @@ import time
 import numba
 import numpy as np
 
-from tree_compile.runtime.leaves import Leaves, put_in, row_lists, shared_tokens, shared_with_row
+from tree_compile.runtime.leaves import Leaves, row_lists, shared_tokens
 from tree_compile.runtime.options import Budget
 from tree_compile.runtime.sequences import IntArray
 
@@ -118,18 +118,22 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
         if spare:
             chosen[reopened], first[rows], used[rows] = rows, -1, 0
             reopened += 1
-        before = _scores(used[chosen[:reopened]], row_tokens, few_tokens)
+        before = 0.0
+        for row in chosen[:reopened]:
+            before += _score(used[row], row_tokens, few_tokens)
         lot = taken[: _take(chosen[:reopened], first, following, taken)]
         lot.sort()
         _measure(lot, tokens, minima, shared, sums)
         room[:reopened], sizes[:reopened] = row_tokens, 0
         if not _pack(lot, shared[: len(lot)], sums, tokens, minima, members, sizes, room, reopened, pieces, random):
             continue
-        after = _scores(row_tokens - room[:reopened], row_tokens, few_tokens)
+        after = 0.0
+        for left in room[:reopened]:
+            after += _score(row_tokens - left, row_tokens, few_tokens)
         if after >= before - _SAME:
             gained += max(0.0, after - before - _SAME)
             for at in range(reopened):
-                _write(chosen[at], members[at, : sizes[at]], row_of, first, following)
+                _write(chosen[at], lot, members[at, : sizes[at]], row_of, first, following)
                 used[chosen[at]] = row_tokens - room[at]
             rows = _without_empty(first, used, following, row_of, rows + spare)
     return rows, gained
@@ -145,14 +149,6 @@ def _take(chosen, first, following, taken):
             taken[found] = leaf
             found, leaf = found + 1, following[leaf]
     return found
-
-
-@numba.njit(cache=True)
-def _scores(used, row_tokens, few_tokens):
-    total = 0.0
-    for tokens in used:
-        total += _score(tokens, row_tokens, few_tokens)
-    return total
 
 
 @numba.njit(cache=True)
@@ -215,7 +211,7 @@ def _pack(lot, shared, sums, tokens, minima, members, sizes, room, rows, pieces,
             waiting -= 1
             begin, end = pieces[0, waiting], pieces[1, waiting]
             weight = _weight(lot, begin, end, sums, tokens)
-            if _insert(lot[begin:end], weight, minima, members, sizes, room, rows, fit):
+            if _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
                 continue
             if end - begin == 1:
                 return False
@@ -248,21 +244,33 @@ def _cut(lot, shared, sums, tokens, random):
 @numba.njit(cache=True)
 def _branch(shared, begin, end, random):
     """A place to cut a subtree in two between children of its topmost branch."""
-    places = begin + 1 + np.flatnonzero(shared[begin + 1 : end] == shared[begin + 1 : end].min())
-    return places[_below(random, len(places))]
+    least = shared[begin + 1 : end].min()
+    ties = 0
+    for at in range(begin + 1, end):
+        ties += shared[at] == least
+    skipped = _below(random, ties)
+    at = begin
+    while skipped >= 0:
+        at += 1
+        skipped -= shared[at] == least
+    return at
 
 
 @numba.njit(cache=True)
-def _insert(leaves, weight, minima, members, sizes, room, rows, fit):
-    """Puts a subtree of `weight` tokens into a row; False where there is no room.
+def _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
+    """Puts a subtree into a row; False where there is no room.
 
     `fit` 0: into the fullest row; 1: into the first; else where it adds the fewest tokens, then into the fullest.
     """
     best, best_added, best_left, best_place = -1, 0, 0, 0
     for row in range(rows):
-        in_row = members[row, : sizes[row]]
-        place = np.searchsorted(in_row, leaves[0])
-        added = weight - shared_with_row(minima, in_row, place, leaves[0], leaves[-1])
+        place = _place_of(members[row], sizes[row], begin)
+        shared = 0
+        if place > 0:
+            shared = shared_tokens(minima, lot[members[row, place - 1]], lot[begin])
+        if place < sizes[row]:
+            shared = max(shared, shared_tokens(minima, lot[end - 1], lot[members[row, place]]))
+        added = weight - shared
         left = room[row] - added
         if left < 0:
             continue
@@ -275,17 +283,35 @@ def _insert(leaves, weight, minima, members, sizes, room, rows, fit):
             best, best_added, best_left, best_place = row, added, left, place
     if best < 0:
         return False
-    put_in(members[best], sizes[best], best_place, leaves)
-    sizes[best] += len(leaves)
+    more = end - begin
+    for at in range(sizes[best] - 1, best_place - 1, -1):
+        members[best, at + more] = members[best, at]
+    for at in range(more):
+        members[best, best_place + at] = begin + at
+    sizes[best] += more
     room[best] = best_left
     return True
 
 
 @numba.njit(cache=True)
-def _write(row, members, row_of, first, following):
-    """Gives a row its leaves, ascending."""
+def _place_of(members, size, member):
+    """Where a leaf of the lot comes among ascending ones."""
+    low, high = 0, size
+    while low < high:
+        middle = (low + high) // 2
+        if members[middle] < member:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@numba.njit(cache=True)
+def _write(row, lot, members, row_of, first, following):
+    """Gives a row the leaves lot[members]."""
     first[row], before = -1, -1
-    for leaf in members:
+    for member in members:
+        leaf = lot[member]
         row_of[leaf], following[leaf] = row, -1
         if before < 0:
             first[row] = leaf

@@ -53,17 +53,19 @@ def test_few_open_bins_and_little_work_fit(sequences, room, most_open, most_work
     assert max(row_sizes(tree, row_of)) <= row_tokens
 
 
-def chain_tree(depth):
-    """Parents, ends and leaves of a chain of one-token segments, which has a leaf of one token at every place."""
+def chain_of_full_rows(depth):
+    """Parents, ends and leaves of a chain of one-token segments, each with a leaf whose path has depth + 1 tokens."""
     segment = np.arange(2 * depth - 1)
-    above = segment - 2 + segment % 2
-    return np.maximum(above, -1), segment // 2 + 1 + segment % 2, np.append(segment[1::2], segment[-1])
+    leaves = np.append(segment[1::2], segment[-1])
+    end = segment // 2 + 1
+    end[leaves] = depth + 1
+    return np.maximum(segment - 2 + segment % 2, -1), end, leaves
 
 
 def test_bins_of_a_deep_chain_go_up_in_one_step():
-    constructing._bottom_up(*chain_tree(3), 4, 8_192, 10**8)  # compiles
-    parent, end, leaves = chain_tree(40_000)
+    constructing._bottom_up(*chain_of_full_rows(3), 4, 8_192, 10**8)  # compiles
+    parent, end, leaves = chain_of_full_rows(40_000)
     began = time.perf_counter()
-    row_of = constructing._bottom_up(parent, end, leaves, 40_001, 8_192, 10**8)
+    row_of = constructing._bottom_up(parent, end, leaves, 40_001, 8_192, constructing._MOST_WORK)
     assert time.perf_counter() - began < 3
-    assert sorted(set(row_of.tolist())) == list(range(row_of.max() + 1))
+    assert sorted(row_of.tolist()) == list(range(40_000))

@@ -18,19 +18,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import exact_rows
 import numpy as np
 import seed_rule
 
 from tree_compile.runtime.bounds import row_bounds
-from tree_compile.runtime.plan import Plan, plan_rows
+from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planner import Planner
+from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.sequences import as_batch
 from tree_compile.runtime.tree import build_prefix_tree
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 sys.path.insert(0, str(SHARED))
-TARGETS = {"groups_32k": 1.045, "groups_131k": 1.02, "agent_trees": 1.045, "long_documents": 1.06}
-TARGETS["preference_pairs"] = 1.003
+# Rows over the bound that this project asks of itself, by family.
+TARGETS = {
+    "groups_32k": 1.045,
+    "groups_131k": 1.02,
+    "agent_trees": 1.045,
+    "long_documents": 1.06,
+    "preference_pairs": 1.003,
+}
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -152,25 +160,15 @@ def fewest_rows(sequences: Sequence[Any], row_tokens: int, known: int) -> tuple[
     from ortools.sat.python import cp_model
 
     tree = build_prefix_tree(as_batch(sequences))
-    leaves, parent, length = tree.leaves.tolist(), tree.parent.tolist(), tree.length.tolist()
-    bound, fewest, proven = row_bounds(tree, row_tokens)[0], known, True
+    bound, fewest = row_bounds(tree, row_tokens)[0], known
     for count in range(known - 1, bound - 1, -1):
-        model = cp_model.CpModel()
-        held = [[model.new_bool_var("") for _ in range(len(tree))] for _ in range(count)]
-        for row in held:
-            for segment, above in enumerate(parent):
-                if above >= 0:
-                    model.add_implication(row[segment], row[above])
-            model.add(sum(n * kept for n, kept in zip(length, row, strict=True)) <= row_tokens)
-        for place, leaf in enumerate(leaves):
-            model.add_exactly_one(row[leaf] for row in held[: place + 1])
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds, solver.parameters.num_workers = 20, 2
-        status = solver.solve(model)
+        status = solver.solve(exact_rows.rows_model(tree, row_tokens, count))
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return fewest, status == cp_model.INFEASIBLE
         fewest = count
-    return fewest, proven
+    return fewest, True
 
 
 def interleaved(workloads: Any) -> None:

@@ -1,4 +1,4 @@
-"""Leaves -> rows, in one go: depth-first and bottom-up constructions."""
+"""Leaves -> rows, in one go: depth-first, by best fit decreasing, and bottom-up."""
 
 from __future__ import annotations
 
@@ -21,35 +21,45 @@ _MOST_EXACT = 1_024
 """With more leaves, those of a group are placed in depth-first order and not in that of the batch: that is faster."""
 _MOST_WORK = 100_000_000
 """Pairs of bins that are looked at; then bins go up as they are, as in deep trees whose bins never join."""
+_SORTING_WORK = 16
+"""Collecting and sorting a bin takes about as long as looking at so many pairs."""
 
 
 def constructions(tree: PrefixTree, leaves: Leaves, row_tokens: int) -> Iterator[IntArray]:
     """Packings of a tree: for every leaf its row, counted from 0, int64 [L].
 
     Depth-first, the longest sequences or the largest subtrees first, each leaf into the row where it adds the fewest
-    tokens; best fit decreasing by whole sequences, one subtree of the trunk after the other; bottom-up, where a
+    tokens; best fit decreasing by whole sequences, one group after the other; bottom-up, where a
     segment packs what its children have packed into rows of `row_tokens` less its own path.
+
+    Args:
+        tree: the tree.
+        leaves: its leaves.
+        row_tokens: the greatest number of tokens in a row, at least the longest sequence.
     """
     longest = _longest_below(tree.parent, tree.end)
     for size in (longest, tree.tokens_below):
-        yield _place(*depth_first(tree, size), leaves.tokens, leaves.own, row_tokens, False, _MOST_OPEN)
+        yield _place(*depth_first(tree, size), leaves.tokens, leaves.least_added, row_tokens, False, _MOST_OPEN)
     if len(leaves) <= _MOST_EXACT:
         order = _published_order(tree, leaves, longest)
         yield _best_fit_decreasing(order, leaves.tokens, leaves.minima, row_tokens)
     else:
-        by_group = np.where(tree.parent == _trunk(tree), longest, np.arange(len(tree), 0, -1) - len(tree))
-        yield _place(*depth_first(tree, by_group), leaves.tokens, leaves.own, row_tokens, True, _MOST_OPEN)
-    yield _bottom_up(tree.parent, tree.end, tree.length, row_tokens, _MOST_BINS)
+        by_group = np.where(tree.parent == _common_root(tree), longest, np.arange(len(tree), 0, -1) - len(tree))
+        yield _place(*depth_first(tree, by_group), leaves.tokens, leaves.least_added, row_tokens, True, _MOST_OPEN)
+    yield _bottom_up(tree.parent, tree.end, leaves.segment, row_tokens, _MOST_BINS, _MOST_WORK)
 
 
-def _trunk(tree: PrefixTree) -> int:
+def _common_root(tree: PrefixTree) -> int:
     """The segment that all sequences go through; -1 where there is none."""
-    return 0 if tree.subtree[0] == len(tree) else -1
+    return 0 if tree.subtree_end[0] == len(tree) else -1
 
 
 def _published_order(tree: PrefixTree, leaves: Leaves, longest: IntArray) -> IntArray:
-    """Group by group, the one with the longest sequence first; ties, and the leaves of a group, as in the batch."""
-    top = _tops(tree.parent, _trunk(tree))[leaves.segment]
+    """Group by group, the one with the longest sequence first; ties, and the leaves of a group, as in the batch.
+
+    A group is a subtree below the segment that all sequences go through, or below nothing where there is none.
+    """
+    top = _tops(tree.parent, _common_root(tree))[leaves.segment]
     arrival = tree.source[leaves.segment]
     first = np.full(len(tree), np.iinfo(np.int64).max)
     np.minimum.at(first, top, arrival)
@@ -57,12 +67,12 @@ def _published_order(tree: PrefixTree, leaves: Leaves, longest: IntArray) -> Int
 
 
 @numba.njit(cache=True)
-def _tops(parent, trunk):
-    """For each segment the one above it, or itself, that is a child of the trunk or a root."""
+def _tops(parent, common_root):
+    """For each segment the one above it, or itself, that is a child of the common root or a root."""
     top = np.arange(len(parent))
     for segment in range(len(parent)):
         above = parent[segment]
-        if above >= 0 and above != trunk:
+        if above >= 0 and above != common_root:
             top[segment] = top[above]
     return top
 
@@ -76,13 +86,9 @@ def _best_fit_decreasing(order, tokens, minima, row_tokens):
     for leaf in order:
         best, best_used, best_place = rows, -1, 0
         for row in range(rows):
-            place = np.searchsorted(members[row, : sizes[row]], leaf)
-            held = 0
-            if place > 0:
-                held = shared_tokens(minima, members[row, place - 1], leaf)
-            if place < sizes[row]:
-                held = max(held, shared_tokens(minima, leaf, members[row, place]))
-            after = used[row] + tokens[leaf] - held
+            in_row = members[row, : sizes[row]]
+            place = np.searchsorted(in_row, leaf)
+            after = used[row] + tokens[leaf] - _shared_with_row(minima, in_row, place, leaf)
             if after <= row_tokens and after > best_used:
                 best, best_used, best_place = row, after, place
         if best == rows:
@@ -93,6 +99,13 @@ def _best_fit_decreasing(order, tokens, minima, row_tokens):
         sizes[best] += 1
         used[best], row_of[leaf] = best_used, best
     return row_of
+
+
+@numba.njit(cache=True)
+def _shared_with_row(minima, in_row, place, leaf):
+    """Tokens of a leaf that a row has already: those that it shares with the leaf before or after it in the row."""
+    shared = shared_tokens(minima, in_row[place - 1], leaf) if place > 0 else 0
+    return max(shared, shared_tokens(minima, leaf, in_row[place])) if place < len(in_row) else shared
 
 
 @numba.njit(cache=True)
@@ -107,25 +120,25 @@ def _longest_below(parent, end):
 
 
 @numba.njit(cache=True)
-def _place(order, shared, tokens, own, row_tokens, fullest, most_open):
+def _place(order, shared, tokens, least_added, row_tokens, fullest, most_open):
     """Puts leaves into rows one by one, in a depth-first order.
 
     A leaf goes where it adds the fewest tokens, of those rows into the fullest; or, with `fullest`, into the fullest
     of all in which it fits. In depth-first order the leaf placed last in a row has more in common with the next leaf
-    than any before it, so one number per row, `held`, says how much of a path the row has already.
+    than any before it, so one number per row, `common`, says how much of a path the row has already.
     """
     row_of = np.empty(len(order), np.int64)
-    rows, used, held = np.empty((3, most_open + 1), np.int64)
+    open_rows = np.empty((3, most_open), np.int64)
+    rows, used, common = open_rows
     opened, total = 0, 0
     for visit in range(len(order)):
         leaf, best, best_added, best_left, at = order[visit], -1, 0, 0, 0
         while at < opened:
-            held[at] = min(held[at], shared[visit])
-            if row_tokens - used[at] < own:
-                opened -= 1
-                rows[at], used[at], held[at] = rows[opened], used[opened], held[opened]
+            common[at] = min(common[at], shared[visit])
+            if row_tokens - used[at] < least_added:
+                opened = _close(open_rows, opened, at)
                 continue
-            added = tokens[leaf] - held[at]
+            added = tokens[leaf] - common[at]
             left = row_tokens - used[at] - added
             wins = best < 0 or left < best_left if fullest else (best < 0 or (added, left) < (best_added, best_left))
             if left >= 0 and wins:
@@ -133,68 +146,80 @@ def _place(order, shared, tokens, own, row_tokens, fullest, most_open):
             at += 1
         if best < 0:
             if opened == most_open:
-                closed = np.argmax(used[:opened])
-                opened -= 1
-                rows[closed], used[closed], held[closed] = rows[opened], used[opened], held[opened]
+                opened = _close(open_rows, opened, np.argmax(used[:opened]))
             best, best_added = opened, tokens[leaf]
             rows[best], used[best] = total, 0
             opened, total = opened + 1, total + 1
         row_of[leaf] = rows[best]
         used[best] += best_added
-        held[best] = tokens[leaf]
+        common[best] = tokens[leaf]
     return row_of
 
 
 @numba.njit(cache=True)
-def _bottom_up(parent, end, length, row_tokens, most_open):
-    """Packs the bins of all children of a segment by best fit decreasing, from the leaves to above the roots.
-
-    A bin is a part of a row: its load counts tokens below the segment that packs it, its leaves are a linked list.
-    """
-    count = len(parent)
-    leaf, leaves = np.full(count, -1, np.int64), 0
-    for segment in range(count):
-        if segment + 1 == count or parent[segment + 1] != segment:
-            leaf[segment] = leaves
-            leaves += 1
-    load, first, last = np.zeros(leaves, np.int64), np.arange(leaves), np.arange(leaves)
-    following, beside = np.full(leaves, -1, np.int64), np.full(leaves, -1, np.int64)
-    bins = np.full(count + 1, -1, np.int64)  # of each segment the first of a linked list, `beside`
-    items, work = np.empty(leaves, np.int64), np.zeros(1, np.int64)
-    for segment in range(count - 1, -2, -1):
-        if segment >= 0 and leaf[segment] >= 0:
-            packed = leaf[segment]
-        else:
-            found, item = 0, bins[segment]
-            while item >= 0:
-                items[found] = item
-                found, item = found + 1, beside[item]
-            capacity = row_tokens - (end[segment] if segment >= 0 else 0)
-            packed = _best_fit(items[:found], load, first, last, following, beside, capacity, most_open, work)
-        if segment >= 0:
-            while packed >= 0:
-                after = beside[packed]
-                load[packed] += length[segment]
-                beside[packed], bins[parent[segment]] = bins[parent[segment]], packed
-                packed = after
-    return _numbered(packed, first, following, beside)
+def _close(open_rows, opened, at):
+    """Takes an open row out, in whose place the last one comes; how many are left."""
+    open_rows[:, at] = open_rows[:, opened - 1]
+    return opened - 1
 
 
 @numba.njit(cache=True)
-def _best_fit(items, load, first, last, following, beside, capacity, most_open, work):
-    """Joins bins, the fullest first, each into the fullest that it fits into; the first of those that are left."""
-    opened, done = 0, -1
+def _bottom_up(parent, end, leaf_segments, row_tokens, most_open, most_work):
+    """Packs the bins of all children of a segment by best fit decreasing, from the leaves to above the roots.
+
+    A bin is a part of a row: its load counts the tokens on the paths to its leaves, which are a linked list. The bins
+    of a segment are one too, so that they go up in one step where nothing joins them.
+    """
+    count, leaves = len(parent), len(leaf_segments)
+    load, first, last = end[leaf_segments], np.arange(leaves), np.arange(leaves)
+    following, beside = np.full(leaves, -1, np.int64), np.full(leaves, -1, np.int64)
+    head, tail = np.full(count + 1, -1, np.int64), np.full(count + 1, -1, np.int64)
+    head[leaf_segments], tail[leaf_segments] = first, last
+    items, work = np.empty(leaves, np.int64), np.zeros(1, np.int64)
+    for segment in range(count - 1, -2, -1):
+        if head[segment] != tail[segment] and work[0] < most_work:
+            found = _collect(head[segment], beside, items)
+            common = end[segment] if segment >= 0 else 0
+            head[segment], tail[segment] = _best_fit(
+                items[:found], load, first, last, following, beside, common, row_tokens, most_open, most_work, work
+            )
+        if segment >= 0:
+            above = parent[segment]
+            beside[tail[segment]] = head[above]
+            tail[above] = tail[above] if head[above] >= 0 else tail[segment]
+            head[above] = head[segment]
+    return _numbered(head[-1], first, following, beside)
+
+
+@numba.njit(cache=True)
+def _collect(item, following, items):
+    """Writes a linked list into `items`; how many there are."""
+    found = 0
+    while item >= 0:
+        items[found] = item
+        found, item = found + 1, following[item]
+    return found
+
+
+@numba.njit(cache=True)
+def _best_fit(items, load, first, last, following, beside, common, row_tokens, most_open, most_work, work):
+    """Joins bins that have `common` tokens in common, the fullest first, each with the fullest that it fits into.
+
+    Returns the first and the last bin of a linked list of those that are left.
+    """
+    opened, head, tail = 0, -1, -1
     open_bins = np.empty(most_open, np.int64)
+    work[0] += _SORTING_WORK * len(items)
     for place in np.argsort(-load[items], kind="mergesort"):
         item, best = items[place], -1
         work[0] += opened
-        for at in range(opened if work[0] < _MOST_WORK else 0):
+        for at in range(opened if work[0] < most_work else 0):
             candidate = open_bins[at]
-            fits = load[candidate] + load[item] <= capacity
+            fits = load[candidate] + load[item] - common <= row_tokens
             if fits and (best < 0 or load[candidate] > load[best]):
                 best = candidate
         if best >= 0:
-            load[best] += load[item]
+            load[best] += load[item] - common
             following[last[best]], last[best] = first[item], last[item]
             continue
         if opened == most_open:  # items get smaller, so the fullest bin is the least likely to be used
@@ -203,8 +228,10 @@ def _best_fit(items, load, first, last, following, beside, capacity, most_open, 
             open_bins[fullest] = open_bins[opened]
         open_bins[opened] = item
         opened += 1
-        beside[item], done = done, item
-    return done
+        if tail >= 0:
+            beside[tail] = item
+        head, tail, beside[item] = head if head >= 0 else item, item, -1
+    return head, tail
 
 
 @numba.njit(cache=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from tree_compile.runtime.plan import plan_rows
-from tree_compile.runtime.sequences import Batch, Sequences, as_batch
+from tree_compile.runtime.options import check_count
+from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.sequences import Batch, Sequences, as_batch, check_fits
 
 __all__ = ["Estimate", "Estimates", "estimate"]
 
@@ -55,8 +57,7 @@ class Estimates(tuple[Estimate, ...]):
 
 def _line(found: Estimate) -> tuple[str, ...]:
     share = sum(found.packed_tokens) / sum(found.input_tokens)
-    numbers = map(_spread, (found.sequences, found.rows, found.row_bounds, found.packed_tokens))
-    sequences, rows, bounds, tokens = numbers
+    sequences, rows, bounds, tokens = map(_spread, (found.sequences, found.rows, found.row_bounds, found.packed_tokens))
     return (
         f"{found.row_tokens:,}", f"{found.groups:,}", sequences, rows, bounds, tokens, f"{share:.3f}",
         f"{found.fill:.1%}",
@@ -65,10 +66,9 @@ def _line(found: Estimate) -> tuple[str, ...]:
 
 def _spread(values: tuple[int, ...]) -> str:
     """Mean, and least to greatest where they differ."""
-    mean = sum(values) / len(values)
     if min(values) == max(values):
         return f"{values[0]:,}"
-    return f"{mean:,.1f} ({min(values):,}-{max(values):,})"
+    return f"{sum(values) / len(values):,.1f} ({min(values):,}-{max(values):,})"
 
 
 def estimate(
@@ -104,30 +104,36 @@ def estimate(
     """
     batch = as_batch(pool)
     members = _members(batch, groups)
-    counts = [len(members)] if group_counts is None else list(group_counts)
-    if samples < 1:
-        raise ValueError(f"samples is {samples}; it must be at least 1")
-    if isinstance(row_tokens, int) or any(length is None for length in row_tokens):
-        raise ValueError(f"row_tokens is {row_tokens}; it must be a list of row lengths")
-    if any(not 1 <= count <= len(members) for count in counts):
-        raise ValueError(f"group_counts must be between 1 and the {len(members)} groups of the pool, not {counts}")
+    samples = check_count("samples", samples, 1)
+    lengths = _counts("row_tokens", row_tokens)
+    counts = [len(members)] if group_counts is None else _counts("group_counts", group_counts)
+    if max(counts) > len(members):
+        raise ValueError(
+            f"group_counts is {counts}; it must be counts of at most the {len(members)} groups of the pool"
+        )
+    check_fits(batch.lengths, min(lengths))
     random, found = np.random.default_rng(seed), []
     for count in counts:
         drawn = [_draw(batch, members, count, random) for _ in range(1 if count == len(members) else samples)]
-        for length in row_tokens:
-            plans = [
-                plan_rows(part, length, min_shared_tokens, objective, plan_attempts=plan_attempts) for part in drawn
-            ]
+        for length in lengths:
+            plans = [plan_rows(one, length, min_shared_tokens, objective, plan_attempts=plan_attempts) for one in drawn]
             sizes = [(p.sequences, p.input_tokens, p.packed_tokens, len(p.rows), p.row_bound) for p in plans]
             found.append(Estimate(length, count, *zip(*sizes, strict=True)))
     return Estimates(found)
+
+
+def _counts(name: str, values: Any) -> list[int]:
+    """One or more whole numbers of at least 1."""
+    if not isinstance(values, Iterable) or not (counts := list(values)):
+        raise ValueError(f"{name} is {values!r}; it must be a list of one or more whole numbers")
+    return [check_count(name, count, 1) for count in counts]
 
 
 def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]:
     if groups is None:
         return [[sequence] for sequence in range(len(batch))]
     if len(groups) != len(batch):
-        raise ValueError(f"groups has {len(groups)} entries for {len(batch)} sequences")
+        raise ValueError(f"groups is of {len(groups)} entries; it must be one for each of the {len(batch)} sequences")
     found: dict[Hashable, list[int]] = {}
     # Entries of a tensor are equal to themselves alone.
     for sequence, group in enumerate(groups.tolist() if hasattr(groups, "tolist") else groups):

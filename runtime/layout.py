@@ -23,75 +23,87 @@ class Layout:
     Attributes:
         segments: int64 [S, 5], columns as in `SEGMENT_COLUMNS`; start, end and subtree_end are indices of tokens in the
             row, parent is an index among the row's own segments, -1 at a root; position is that of the first token.
-        sources: for each segment a sequence that holds its tokens, int64 [S].
-        segment_bounds: the segments of row r are those from `segment_bounds[r]` up to `segment_bounds[r + 1]`,
+        source: for each segment a sequence that holds its tokens, int64 [S].
+        segment_offsets: the segments of row r are those from `segment_offsets[r]` up to `segment_offsets[r + 1]`,
             int64 [R + 1].
-        sequences: the sequences by row, ascending in each, int64 [N].
-        sequence_bounds: as `segment_bounds`, int64 [R + 1].
-        sequence_segment: for each of `sequences` the segment of its row in which it ends, int64 [N].
+        sequence_ids: the sequences by row, ascending in each, int64 [N].
+        sequence_offsets: as `segment_offsets`, int64 [R + 1].
+        sequence_segment: for each of `sequence_ids` the segment of its row in which it ends, int64 [N].
     """
 
     segments: IntArray
-    sources: IntArray
-    segment_bounds: IntArray
-    sequences: IntArray
-    sequence_bounds: IntArray
+    source: IntArray
+    segment_offsets: IntArray
+    sequence_ids: IntArray
+    sequence_offsets: IntArray
     sequence_segment: IntArray
 
 
-def lay_out(tree: PrefixTree, packed: list[IntArray]) -> Layout:
+def lay_out(tree: PrefixTree, leaf_row: IntArray) -> Layout:
     """Lays the rows out.
 
-    A segment whose only child in its row follows it is one segment with that child.
+    A segment that has one child only in its row is one segment with that child.
 
     Args:
         tree: the prefix tree.
-        packed: the leaf segments of every row, in pre-order.
+        leaf_row: for each leaf of the tree its row, int64 [leaves]; every row from 0 on has one.
     """
-    row_of = np.empty(len(tree), np.int64)
-    for row, leaves in enumerate(packed):
-        row_of[leaves] = row
-    sequence_row = row_of[tree.leaves[tree.sequence_leaf]]
-    sequences = np.argsort(sequence_row, kind="stable")
-    rows = np.arange(len(packed) + 1)
-    sequence_bounds = np.searchsorted(sequence_row[sequences], rows)
-    leaf_bounds = np.append(0, np.cumsum([len(leaves) for leaves in packed]))
-    segments, sources, segment_bounds, sequence_segment = _lay_out(
-        tree.start, tree.end, tree.parent, tree.source, np.concatenate(packed), leaf_bounds,
-        tree.sequence_segment[sequences], sequence_bounds,
+    rows = int(leaf_row.max()) + 1
+    leaves, leaf_offsets = _grouped(leaf_row, rows)
+    sequence_ids, sequence_offsets = _grouped(leaf_row[tree.sequence_leaf], rows)
+    segments, source, segment_offsets, sequence_segment = _lay_out(
+        tree.start, tree.end, tree.parent, tree.source, tree.leaves[leaves], leaf_offsets,
+        tree.sequence_segment[sequence_ids], sequence_offsets,
     )  # fmt: skip
-    return Layout(segments, sources, segment_bounds, sequences, sequence_bounds, sequence_segment)
+    return Layout(segments, source, segment_offsets, sequence_ids, sequence_offsets, sequence_segment)
+
+
+def _grouped(row: IntArray, rows: int) -> tuple[IntArray, IntArray]:
+    """What is in every row, ascending, row after row; and where each row begins, int64 [rows + 1]."""
+    order = np.argsort(row, kind="stable")
+    return order, np.searchsorted(row[order], np.arange(rows + 1))
 
 
 @numba.njit(cache=True)
-def _lay_out(starts, ends, parents, sources, leaves, leaf_bounds, ends_in, sequence_bounds):
-    held_in, children = np.full(len(starts), -1, np.int64), np.zeros(len(starts), np.int64)
-    place = np.zeros(len(starts), np.int64)
-    held = np.empty(len(starts), np.int64)
-    room = 0
-    for row in range(len(leaf_bounds) - 1):
-        room += _hold(row, leaves[leaf_bounds[row] : leaf_bounds[row + 1]], parents, held_in, children, held)
+def _lay_out(starts, ends, parents, sources, leaves, leaf_offsets, ends_in, sequence_offsets):
+    count, rows = len(starts), len(leaf_offsets) - 1
+    held_in, children = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+    place, held = np.zeros(count, np.int64), np.empty(count, np.int64)
+    offsets, sequence_segment = np.zeros(rows + 1, np.int64), np.empty(len(ends_in), np.int64)
+    for row in range(rows):
+        found = _hold(row, leaves[leaf_offsets[row] : leaf_offsets[row + 1]], parents, held_in, children, held)
+        offsets[row + 1] = offsets[row] + _branches(held[:found], parents, children)
     held_in[:] = -1
-    table, origin = np.empty((room, 5), np.int64), np.empty(room, np.int64)
-    bounds, sequence_segment = np.zeros(len(leaf_bounds), np.int64), np.empty(len(ends_in), np.int64)
-    found = 0
-    for row in range(len(leaf_bounds) - 1):
-        count = _hold(row, leaves[leaf_bounds[row] : leaf_bounds[row + 1]], parents, held_in, children, held)
-        first, token = found, 0
-        for segment in held[:count]:
-            above = parents[segment]
-            if above < 0 or children[above] > 1:
-                table[found, START], table[found, POSITION] = token, starts[segment]
-                table[found, PARENT] = place[above] if above >= 0 else -1
-                found += 1
+    table, source = np.empty((offsets[-1], 5), np.int64), np.empty(offsets[-1], np.int64)
+    for row in range(rows):
+        found = _hold(row, leaves[leaf_offsets[row] : leaf_offsets[row + 1]], parents, held_in, children, held)
+        at, token = offsets[row] - 1, 0
+        for segment in held[:found]:
+            if _is_branch(segment, parents, children):
+                at, above = at + 1, parents[segment]
+                table[at, START], table[at, POSITION] = token, starts[segment]
+                table[at, PARENT] = place[above] if above >= 0 else -1
             token += ends[segment] - starts[segment]
-            place[segment] = found - 1 - first
-            table[found - 1, END], origin[found - 1] = token, sources[segment]
-        _close(table[first:found])
-        bounds[row + 1] = found
-        for at in range(sequence_bounds[row], sequence_bounds[row + 1]):
-            sequence_segment[at] = place[ends_in[at]]
-    return table[:found].copy(), origin[:found].copy(), bounds, sequence_segment
+            place[segment] = at - offsets[row]
+            table[at, END], source[at] = token, sources[segment]
+        _close(table[offsets[row] : offsets[row + 1]])
+        for sequence in range(sequence_offsets[row], sequence_offsets[row + 1]):
+            sequence_segment[sequence] = place[ends_in[sequence]]
+    return table, source, offsets, sequence_segment
+
+
+@numba.njit(cache=True)
+def _is_branch(segment, parents, children):
+    """Whether a segment is a root or has siblings in its row; else it is one segment with the one above it."""
+    return parents[segment] < 0 or children[parents[segment]] > 1
+
+
+@numba.njit(cache=True)
+def _branches(held, parents, children):
+    count = 0
+    for segment in held:
+        count += _is_branch(segment, parents, children)
+    return count
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,7 @@ import numpy as np
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["Leaves", "depth_first", "leaves_of", "shared_tokens"]
+__all__ = ["Leaves", "depth_first", "leaves_of", "row_lists", "shared_tokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,14 @@ class Leaves:
         segment: the leaf's segment, int64 [L].
         tokens: tokens of its path, int64 [L].
         shared: how many of them the leaf before it has too, int64 [L]; 0 for the first.
-        own: the fewest tokens that a leaf adds to any row, one number.
+        least_added: the fewest tokens that a leaf adds to any row, one number.
         minima: a sparse table: `minima[j, i]` is the least of `shared[i : i + 2**j]`.
     """
 
     segment: IntArray
     tokens: IntArray
     shared: IntArray
-    own: int
+    least_added: int
     minima: IntArray
 
     def __len__(self) -> int:
@@ -69,6 +69,27 @@ def shared_tokens(minima, left, right):
         span >>= 1
         level += 1
     return min(minima[level, left + 1], minima[level, right - (1 << level) + 1])
+
+
+@numba.njit(cache=True)
+def row_lists(row_of, tokens, minima):
+    """First leaf and tokens of every row, and the next leaf after each in its row; -1 and 0 where there is none.
+
+    All are int64 [L], since there can be as many rows as leaves.
+    """
+    count = len(row_of)
+    first, last, used = np.full(count, -1, np.int64), np.full(count, -1, np.int64), np.zeros(count, np.int64)
+    following = np.full(count, -1, np.int64)
+    for leaf in range(count):
+        row = row_of[leaf]
+        used[row] += tokens[leaf]
+        if last[row] < 0:
+            first[row] = leaf
+        else:
+            following[last[row]] = leaf
+            used[row] -= shared_tokens(minima, last[row], leaf)
+        last[row] = leaf
+    return first, used, following
 
 
 def depth_first(tree: PrefixTree, size: IntArray) -> tuple[IntArray, IntArray]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_compile.runtime.words import count_of
+from tree_compile.runtime.render import count_of
 
 if TYPE_CHECKING:
     from tree_compile.runtime.plan import Plan
@@ -92,18 +92,18 @@ class _Shade:
 
 
 def _shades(tree: PrefixTree) -> list[_Shade]:
-    """The trunk, which most sequences go through, is grey. Each branch off it has a hue, fainter with every level."""
-    is_trunk = (2 * tree.sequences_through > len(tree.sequence_length)).tolist()
+    """What most sequences go through is grey. Each branch off it has a hue, fainter with every level."""
+    is_common = (2 * tree.sequences_through > len(tree.sequence_length)).tolist()
     shades: list[_Shade] = []
     hues: list[int] = []
     levels: list[int] = []
     branches = 0
     for segment, above in enumerate(tree.parent.tolist()):
-        starts = above < 0 or is_trunk[above] != is_trunk[segment]
+        starts = above < 0 or is_common[above] != is_common[segment]
         levels.append(0 if starts else levels[above] + 1)
         hues.append(branches % len(_HUES) if starts else hues[above])
-        branches += starts and not is_trunk[segment]
-        hue = "t" if is_trunk[segment] else f"h{hues[-1]}"
+        branches += starts and not is_common[segment]
+        hue = "t" if is_common[segment] else f"h{hues[-1]}"
         depth = shades[above].depth + 1 if above >= 0 else 0
         shades.append(_Shade(f"{hue} d{min(levels[-1], _LEVELS - 1)}", depth))
     return shades
@@ -130,7 +130,7 @@ def _paths(tree: PrefixTree, parent: list[int], sequences: IntArray) -> _Paths:
     order = np.argsort(ends, kind="stable")
     ends = ends[order]
     held = np.array(_with_parents(parent, ends.tolist()))
-    first, past = np.searchsorted(ends, held), np.searchsorted(ends, tree.subtree[held])
+    first, past = np.searchsorted(ends, held), np.searchsorted(ends, tree.subtree_end[held])
     return _Paths(held, sequences[order], first, past)
 
 
@@ -185,14 +185,14 @@ def _rows(plan: Plan, shades: list[_Shade]) -> Iterator[str]:
     shown = plan.rows[:_MAX_ROWS]
     full = plan.row_tokens or max(row.length for row in shown)
     parent = plan.tree.parent.tolist()
-    paths = [_paths(plan.tree, parent, row.members) for row in shown]
+    paths = [_paths(plan.tree, parent, np.array(row.sequence_ids)) for row in shown]
     least = _least_tokens([plan.tree.length[held.segments] for held in paths], full)
     yield _axis(full, [(_LEFT + x, word) for x, word in zip(_COLUMNS, _COLUMN_NAMES, strict=True)])
     lines = []
     for index, (row, held) in enumerate(zip(shown, paths, strict=True)):
         blocks = _row_blocks(plan.tree, shades, held, full, least)
         rest = _rest(row.length, full, plan.padded)
-        words = _row_words(index, row.length, full, len(row.members))
+        words = _row_words(index, row.length, full, len(row.sequence_ids))
         lines.append(f'<g transform="translate({_LEFT} {index * _LINE + 2})">{words}{rest}{"".join(blocks)}</g>')
     yield _svg(len(shown) * _LINE + 4, lines)
     if len(shown) < len(plan.rows):
@@ -268,7 +268,7 @@ def _tree(tree: PrefixTree, shades: list[_Shade]) -> Iterator[str]:
             f"{count_of(len(tree) - len(shown), 'smaller one')} with {count_of(hidden, 'token')} left out.</p>"
         )
     yield _axis(longest, [])
-    past = np.searchsorted(shown, tree.subtree[shown])
+    past = np.searchsorted(shown, tree.subtree_end[shown])
     is_leaf = past == np.arange(1, len(shown) + 1)
     leaf_height = min(_LEAF, max(_LEAST_LEAF, _TREE / is_leaf.sum()))
     edges = np.append(0, np.cumsum(is_leaf)) * leaf_height

@@ -1,14 +1,15 @@
-"""Rollouts that finish one by one -> rows that are given out as soon as they are full."""
+"""Rollouts that finish one by one -> rows that are given out as soon as enough others wait."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tree_compile.errors import PayloadError, SequenceTooLongError
-from tree_compile.runtime.plan import Plan, check_options, plan_rows
-from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, as_batch
+from tree_compile.errors import PayloadError
+from tree_compile.runtime.options import check_count, check_options
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, as_batch, check_fits
 
 __all__ = ["Planner", "ReadyRow"]
 
@@ -19,25 +20,24 @@ class ReadyRow:
 
     Attributes:
         plan: a plan of this one row, over the sequences in it.
-        numbers: of each sequence of the plan, counted from 0 in the order in which they were added.
+        sequence_ids: of each sequence of the plan, counted from 0 in the order in which they were added.
     """
 
     plan: Plan
-    numbers: tuple[int, ...]
+    sequence_ids: tuple[int, ...]
 
 
 class Planner:
     """Packs sequences that arrive one by one.
 
-    Sequences wait until some rows' worth of tokens is there. Then all that wait are planned together, rows that are
-    full enough are given out, and the rest waits on, with what comes next. The more may wait, the nearer the rows come
-    to those of a plan of all at once.
+    Sequences wait until `rows_waiting` rows' worth of tokens is there. Then all that wait are planned together, the
+    fullest rows are given out until one row's worth less waits, and the rest waits on, with what comes next. The more
+    may wait, the nearer the rows come to those of a plan of all at once.
 
     Args:
         row_tokens: the greatest number of tokens in a row.
         min_shared_tokens: as in `plan_rows`.
-        rows_waiting: rows' worth of computed tokens that wait before rows are given out, 2 or more.
-        full: share of `row_tokens` from which on a row is given out early.
+        rows_waiting: rows' worth of computed tokens that may wait, 2 or more.
         longest_wait: a sequence is given out at the latest when so many have been added after it; None for no limit.
         plan_seconds: as in `plan_rows`, for each time that the waiting ones are planned.
 
@@ -51,25 +51,23 @@ class Planner:
         min_shared_tokens: int = 64,
         *,
         rows_waiting: int = 4,
-        full: float = 0.97,
         longest_wait: int | None = None,
         plan_seconds: float = 0.02,
     ) -> None:
-        check_options(row_tokens, min_shared_tokens, "rows", pad_rows=False)
-        if rows_waiting < 2 or not 0 < full <= 1 or (longest_wait is not None and longest_wait < 0):
-            raise ValueError("rows_waiting must be at least 2, full in (0, 1], longest_wait 0 or more")
-        self._options = (row_tokens, min_shared_tokens)
-        self._seconds = plan_seconds
-        self._rows_waiting, self._full, self._longest_wait = rows_waiting, full, longest_wait
+        self._row_tokens = check_count("row_tokens", row_tokens, 1)
+        check_options(row_tokens, min_shared_tokens, plan_seconds=plan_seconds)
+        self._min_shared_tokens, self._plan_seconds = min_shared_tokens, plan_seconds
+        self._most_waiting = check_count("rows_waiting", rows_waiting, 2) * self._row_tokens
+        self._longest_wait = None if longest_wait is None else check_count("longest_wait", longest_wait, 0)
         self._waiting: dict[int, dict[str, TokenArray]] = {}
         self._names: tuple[str, ...] = ()
         self._added = 0
-        self._room = rows_waiting * row_tokens
+        self._room = self._most_waiting
         """Tokens that may be added before it is worth to plan again: so many could at most be computed."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Numbers of the sequences that were added and not given out."""
+        """Ids of the sequences that were added and not given out."""
         return tuple(self._waiting)
 
     def add(self, sequence: TokenSequence | Mapping[str, TokenSequence]) -> list[ReadyRow]:
@@ -79,60 +77,63 @@ class Planner:
             sequence: its tokens, or a dict of tokens and payloads.
 
         Raises:
-            InputError: the sequence is not usable, or longer than a row.
+            InputError: the sequence is not usable, or longer than a row. It is not added then.
         """
-        one = {n: [v] for n, v in sequence.items()} if isinstance(sequence, Mapping) else [sequence]
+        batch = as_batch(_of_one(sequence), first=self._added)
+        self._check_names(tuple(batch.inputs))
+        check_fits(batch.lengths, self._row_tokens, first=self._added)
         # Copies: a caller may fill the same array with the next rollout.
-        inputs = {name: values[0].copy() for name, values in as_batch(one).inputs.items()}
-        self._names = self._names or tuple(inputs)
-        if tuple(inputs) != self._names:
-            raise PayloadError(
-                f"The sequence has the inputs {', '.join(inputs)}, and those before it had {', '.join(self._names)}.",
-                why="sequences of a row are computed together.",
-                hint="give every sequence the same inputs, in one order.",
-            )
-        tokens = len(next(iter(inputs.values())))
-        if tokens > self._options[0]:
-            raise SequenceTooLongError(
-                f"The sequence has {tokens} tokens, more than row_tokens={self._options[0]}.",
-                why="a sequence is never split over rows.",
-                hint="raise row_tokens, or shorten or leave out the sequence.",
-            )
-        self._waiting[self._added] = inputs
+        self._waiting[self._added] = {name: values[0].copy() for name, values in batch.inputs.items()}
+        self._names = tuple(batch.inputs)
         self._added += 1
-        self._room -= tokens
-        if self._room > 0 and not self._overdue():
-            return []
-        return self._give_out(all_rows=False)
+        self._room -= len(batch.tokens[0])
+        return self._give_out(self._most_waiting - self._row_tokens) if self._room <= 0 or self._is_overdue() else []
 
     def flush(self) -> list[ReadyRow]:
         """The rows of all that wait."""
-        return self._give_out(all_rows=True) if self._waiting else []
+        return self._give_out(0) if self._waiting else []
 
-    def _overdue(self) -> bool:
-        oldest = next(iter(self._waiting), self._added)
-        return self._longest_wait is not None and self._added - 1 - oldest >= self._longest_wait
+    def _check_names(self, names: tuple[str, ...]) -> None:
+        if self._names and names != self._names:
+            raise PayloadError(
+                f"Sequence {self._added} has the inputs {', '.join(names)}, and those before it had "
+                f"{', '.join(self._names)}.",
+                why="sequences of a row are computed together.",
+                hint="give every sequence the same inputs, in one order.",
+            )
 
-    def _give_out(self, all_rows: bool) -> list[ReadyRow]:
+    def _is_overdue(self) -> bool:
+        """Whether the oldest that waits has waited for as long as it may."""
+        return self._longest_wait is not None and self._added - 1 - next(iter(self._waiting)) >= self._longest_wait
+
+    def _give_out(self, most_left: int) -> list[ReadyRow]:
+        """Gives rows out until at most `most_left` computed tokens wait."""
         ids = self.waiting
-        plan = plan_rows(self._batch(ids), *self._options, plan_seconds=self._seconds)
-        enough = plan.packed_tokens >= self._rows_waiting * self._options[0]
-        ready = [index for index in range(len(plan.rows)) if all_rows or self._goes(plan, index, ids, enough)]
-        if enough and not ready:
-            ready.append(max(range(len(plan.rows)), key=lambda index: plan.rows[index].length))
-        found = [ReadyRow(plan.of_row(index), tuple(ids[i] for i in plan.rows[index].sequence_ids)) for index in ready]
-        for number in itertools.chain(*(row.numbers for row in found)):
-            del self._waiting[number]
-        computed = plan.packed_tokens - sum(row.plan.packed_tokens for row in found)
-        self._room = max(self._rows_waiting * self._options[0] - computed, self._options[0])
-        return found
+        plan = plan_rows(self._batch(), self._row_tokens, self._min_shared_tokens, plan_seconds=self._plan_seconds)
+        going = self._going(plan, most_left)
+        for i in range(plan.sequences):
+            if plan.row_of(i) in going:
+                del self._waiting[ids[i]]
+        self._room = self._most_waiting - plan.packed_tokens + sum(plan.rows[index].length for index in going)
+        return [ReadyRow(plan.of_row(index), tuple(ids[i] for i in plan.rows[index].sequence_ids)) for index in going]
 
-    def _goes(self, plan: Plan, index: int, ids: tuple[int, ...], enough: bool) -> bool:
-        """Whether a row is full, while enough others wait, or holds a sequence that has waited for too long."""
-        row = plan.rows[index]
-        is_due = self._overdue() and any(ids[i] == ids[0] for i in row.sequence_ids)
-        return is_due or (enough and row.length >= self._full * self._options[0])
+    def _going(self, plan: Plan, most_left: int) -> list[int]:
+        """The fullest rows, so that at most `most_left` tokens wait on, and that of a sequence that is overdue."""
+        due = plan.row_of(0) if self._is_overdue() else None
+        left, going = plan.packed_tokens, []
+        for index in sorted(range(len(plan.rows)), key=lambda index: -plan.rows[index].length):
+            if left > most_left or index == due:
+                left -= plan.rows[index].length
+                going.append(index)
+        return sorted(going)
 
-    def _batch(self, ids: tuple[int, ...]) -> Batch:
-        names = list(self._waiting[ids[0]])
-        return Batch({name: [self._waiting[i][name] for i in ids] for name in names})
+    def _batch(self) -> Batch:
+        waiting = self._waiting.values()
+        return Batch({name: [inputs[name] for inputs in waiting] for name in self._names})
+
+
+def _of_one(
+    sequence: TokenSequence | Mapping[str, TokenSequence],
+) -> list[TokenSequence] | dict[str, list[TokenSequence]]:
+    """What `as_batch` takes, with one sequence."""
+    return {name: [values] for name, values in sequence.items()} if isinstance(sequence, Mapping) else [sequence]

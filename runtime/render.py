@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_compile.runtime.words import count_of
+from tree_compile.runtime.layout import END, PARENT
 
 if TYPE_CHECKING:
-    from tree_compile.runtime.plan import Plan, Row
+    from tree_compile.runtime.plan import Plan
+    from tree_compile.runtime.row import Row
     from tree_compile.runtime.sequences import IntArray
     from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["render_plan"]
+__all__ = ["count_of", "render_plan"]
 
 _MIN_WIDTH = 60
 _MAX_LINES = 24
@@ -37,9 +38,14 @@ def render_plan(plan: Plan, width: int = 100) -> str:
         ValueError: `width` is below 60.
     """
     if width < _MIN_WIDTH:
-        raise ValueError(f"width is {width}; a plan needs at least {_MIN_WIDTH} columns")
+        raise ValueError(f"width is {width}; it must be at least {_MIN_WIDTH} columns")
     lines = [*_summary(plan), "", *_tree_lines(plan.tree, width), "", *_row_lines(plan, width)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def count_of(number: int, noun: str, plural: str = "") -> str:
+    """`1 leaf`, `1,200 leaves`: `plural` where an s does not make it."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -90,8 +96,8 @@ def _row_lines(plan: Plan, width: int) -> list[str]:
 def _bar(row: Row, cells: int, full: int) -> str:
     """A row in which `full` tokens take all cells; a segment of two cells or more begins with a line."""
     middle = (np.arange(cells) + 0.5) * full / cells
-    segment = np.searchsorted(row.segments[:, 1], middle, side="right").tolist()
-    shades = [_SHADES[min(depth, len(_SHADES) - 1)] for depth in _depths(row.segments[:, 3])] + [" "]
+    segment = np.searchsorted(row.segments[:, END], middle, side="right").tolist()
+    shades = [_SHADES[min(depth, len(_SHADES) - 1)] for depth in _depths(row.segments[:, PARENT])] + [" "]
     drawn = [shades[index] for index in segment]
     for cell in range(1, cells - 1):
         if segment[cell - 1] != segment[cell] == segment[cell + 1] < len(row.segments):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
 
 import numba
 import numpy as np
 
-from tree_compile.runtime.leaves import Leaves, shared_tokens
+from tree_compile.runtime.leaves import Leaves, row_lists, shared_tokens
+from tree_compile.runtime.options import Budget
 from tree_compile.runtime.sequences import IntArray
 
-__all__ = ["Budget", "reopen_rows"]
+__all__ = ["reopen_rows"]
 
 _MOST_REOPENED = 4
 _NEAR = 16
@@ -27,19 +28,6 @@ _PATIENCE = 20
 _LEAST_PATIENCE = 5_000
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How long rows are improved.
-
-    Attributes:
-        seconds: until then, by the clock.
-        attempts: or for so many attempts, which gives the same rows on every machine; None for the clock.
-    """
-
-    seconds: float = 0.15
-    attempts: int | None = None
-
-
 def reopen_rows(
     leaves: Leaves, row_of: IntArray, row_tokens: int, budget: Budget, few_tokens: bool, bounds: tuple[int, int]
 ) -> IntArray:
@@ -52,10 +40,11 @@ def reopen_rows(
     Args:
         leaves: the leaves of the tree.
         row_of: the row of every leaf, int64 [L].
-        row_tokens: the greatest number of tokens in a row.
+        row_tokens: the greatest number of tokens in a row, at least the longest sequence.
         budget: when to stop.
-        few_tokens: score by the tokens of all rows, then by how even the rows are; else by the room that is left
-            in each to the power of 1.5, which favours few tokens, and a row that is nearly empty and can go.
+        few_tokens: score by the tokens of all rows, then by the sum of their squares, which is least in even rows; else
+            by the room that is left in each to the power of 1.5, which favours few tokens, and a row that is nearly
+            empty and can go.
         bounds: rows and tokens that no packing goes below.
     """
     state = _Rows(leaves, row_of, row_tokens)
@@ -84,7 +73,7 @@ class _Rows:
         self.row_tokens = row_tokens
         self.row_of = row_of.copy()
         self.rows = int(row_of.max()) + 1
-        self.lists = _lists(self.row_of, leaves.tokens, leaves.minima)
+        self.lists = row_lists(self.row_of, leaves.tokens, leaves.minima)
 
     def is_best(self, bounds: tuple[int, int]) -> bool:
         """Whether neither rows nor tokens can get fewer."""
@@ -102,24 +91,6 @@ class _Rows:
 
 
 @numba.njit(cache=True)
-def _lists(row_of, tokens, minima):
-    """First leaf and tokens of every row, and the next leaf after each in its row."""
-    most = len(row_of)  # rows there can be
-    first, last, used = np.full(most, -1, np.int64), np.full(most, -1, np.int64), np.zeros(most, np.int64)
-    following = np.full(most, -1, np.int64)
-    for leaf in range(len(row_of)):
-        row = row_of[leaf]
-        used[row] += tokens[leaf]
-        if last[row] < 0:
-            first[row] = leaf
-        else:
-            following[last[row]] = leaf
-            used[row] -= shared_tokens(minima, last[row], leaf)
-        last[row] = leaf
-    return first, used, following
-
-
-@numba.njit(cache=True)
 def _below(random, limit):
     """A random number below `limit`: xorshift64 (Marsaglia, 2003)."""
     x = random[0]
@@ -133,10 +104,10 @@ def _below(random, limit):
 @numba.njit(cache=True)
 def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, count, random, few_tokens):
     leaves = len(tokens)
-    chosen, room = np.empty(_MOST_REOPENED, np.int64), np.empty(_MOST_REOPENED, np.int64)
-    taken, sizes = np.empty(leaves, np.int64), np.empty(_MOST_REOPENED, np.int64)
-    members, pieces = np.empty((_MOST_REOPENED, leaves), np.int64), np.empty((2, 2 * leaves + 2), np.int64)
-    near, sums = np.empty(leaves, np.int64), np.empty(leaves, np.int64)
+    chosen, sizes = np.empty(_MOST_REOPENED, np.int64), np.empty(_MOST_REOPENED, np.int64)
+    room, members = np.empty(_MOST_REOPENED, np.int64), np.empty((_MOST_REOPENED, leaves), np.int64)
+    taken, pieces = np.empty(leaves, np.int64), np.empty((2, 2 * leaves + 2), np.int64)
+    shared, sums = np.empty(leaves, np.int64), np.empty(leaves, np.int64)
     gained = 0.0
     for _ in range(count):
         if rows < 2:
@@ -147,22 +118,18 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
         if spare:
             chosen[reopened], first[rows], used[rows] = rows, -1, 0
             reopened += 1
-        found, before = 0, 0.0
-        for at in range(reopened):
-            before += _score(used[chosen[at]], row_tokens, few_tokens)
-            leaf = first[chosen[at]]
-            while leaf >= 0:
-                taken[found] = leaf
-                found, leaf = found + 1, following[leaf]
-        lot = taken[:found]
+        before = 0.0
+        for row in chosen[:reopened]:
+            before += _score(used[row], row_tokens, few_tokens)
+        lot = taken[: _take(chosen[:reopened], first, following, taken)]
         lot.sort()
-        _measure(lot, tokens, minima, near, sums)
+        _measure(lot, tokens, minima, shared, sums)
         room[:reopened], sizes[:reopened] = row_tokens, 0
-        if not _pack(lot, near[:found], sums, tokens, minima, members, sizes, room, reopened, pieces, random):
+        if not _pack(lot, shared[: len(lot)], sums, tokens, minima, members, sizes, room, reopened, pieces, random):
             continue
         after = 0.0
-        for at in range(reopened):
-            after += _score(row_tokens - room[at], row_tokens, few_tokens)
+        for left in room[:reopened]:
+            after += _score(row_tokens - left, row_tokens, few_tokens)
         if after >= before - _SAME:
             gained += max(0.0, after - before - _SAME)
             for at in range(reopened):
@@ -173,12 +140,25 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
 
 
 @numba.njit(cache=True)
+def _take(chosen, first, following, taken):
+    """Writes the leaves of the chosen rows into `taken`; how many there are."""
+    found = 0
+    for row in chosen:
+        leaf = first[row]
+        while leaf >= 0:
+            taken[found] = leaf
+            found, leaf = found + 1, following[leaf]
+    return found
+
+
+@numba.njit(cache=True)
 def _score(used, row_tokens, few_tokens):
     share = used / row_tokens
     if few_tokens:
         # A token weighs more than all that evenness can change in the rows of an attempt.
         return -_MOST_REOPENED * float(used) - share * share
-    return (1.0 - share) ** 1.5
+    free = 1.0 - share
+    return free * math.sqrt(free)  # not `** 1.5`, which may round differently from one machine to another
 
 
 @numba.njit(cache=True)
@@ -206,12 +186,12 @@ def _choose(chosen, row_of, used, rows, random):
 
 
 @numba.njit(cache=True)
-def _measure(lot, tokens, minima, near, sums):
+def _measure(lot, tokens, minima, shared, sums):
     """For each of the leaves `lot` what it shares with the one before, and the tokens of all up to it as a tree."""
-    near[0], sums[0] = 0, tokens[lot[0]]
+    shared[0], sums[0] = 0, tokens[lot[0]]
     for at in range(1, len(lot)):
-        near[at] = shared_tokens(minima, lot[at - 1], lot[at])
-        sums[at] = sums[at - 1] + tokens[lot[at]] - near[at]
+        shared[at] = shared_tokens(minima, lot[at - 1], lot[at])
+        sums[at] = sums[at - 1] + tokens[lot[at]] - shared[at]
 
 
 @numba.njit(cache=True)
@@ -221,9 +201,9 @@ def _weight(lot, begin, end, sums, tokens):
 
 
 @numba.njit(cache=True)
-def _pack(lot, near, sums, tokens, minima, members, sizes, room, rows, pieces, random):
+def _pack(lot, shared, sums, tokens, minima, members, sizes, room, rows, pieces, random):
     """Packs the leaves `lot` into `rows` rows; False where they do not fit in this way."""
-    begins, ends, keys = _cut(lot, near, sums, tokens, random)
+    begins, ends, keys = _cut(lot, shared, sums, tokens, random)
     fit = _below(random, 4)
     for block in np.argsort(keys):
         pieces[0, 0], pieces[1, 0], waiting = begins[block], ends[block], 1
@@ -235,7 +215,7 @@ def _pack(lot, near, sums, tokens, minima, members, sizes, room, rows, pieces, r
                 continue
             if end - begin == 1:
                 return False
-            middle, swapped = _branch(near, begin, end, random), _below(random, 2)
+            middle, swapped = _branch(shared, begin, end, random), _below(random, 2)
             pieces[0, waiting + swapped], pieces[1, waiting + swapped] = begin, middle
             pieces[0, waiting + 1 - swapped], pieces[1, waiting + 1 - swapped] = middle, end
             waiting += 2
@@ -243,17 +223,17 @@ def _pack(lot, near, sums, tokens, minima, members, sizes, room, rows, pieces, r
 
 
 @numba.njit(cache=True)
-def _cut(lot, near, sums, tokens, random):
+def _cut(lot, shared, sums, tokens, random):
     """The leaves as subtrees: cut wherever neighbours share no more than a random pair of them does.
 
     Each with a key to order them by: random, or the greatest first, strictly or about.
     """
     count, style = len(lot), _below(random, 3)
-    limit = near[1 + _below(random, count - 1)] if count > 1 else 0
+    limit = shared[1 + _below(random, count - 1)] if count > 1 else 0
     begins, ends, keys = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     blocks, begin = 0, 0
     for at in range(1, count + 1):
-        if at == count or near[at] <= limit:
+        if at == count or shared[at] <= limit:
             begins[blocks], ends[blocks] = begin, at
             weight = _weight(lot, begin, at, sums, tokens) if style else 1
             keys[blocks] = -weight * (7_000 + _below(random, 6_001) if style < 2 else 1)
@@ -262,19 +242,18 @@ def _cut(lot, near, sums, tokens, random):
 
 
 @numba.njit(cache=True)
-def _branch(near, begin, end, random):
+def _branch(shared, begin, end, random):
     """A place to cut a subtree in two between children of its topmost branch."""
-    inside = near[begin + 1 : end]
-    least, ties = inside.min(), 0
-    for shared in inside:
-        ties += shared == least
-    skipped = _below(random, ties)
+    least = shared[begin + 1 : end].min()
+    ties = 0
     for at in range(begin + 1, end):
-        if near[at] == least:
-            if skipped == 0:
-                return at
-            skipped -= 1
-    return end
+        ties += shared[at] == least
+    skipped = _below(random, ties)
+    at = begin
+    while skipped >= 0:
+        at += 1
+        skipped -= shared[at] == least
+    return at
 
 
 @numba.njit(cache=True)
@@ -286,12 +265,12 @@ def _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
     best, best_added, best_left, best_place = -1, 0, 0, 0
     for row in range(rows):
         place = _place_of(members[row], sizes[row], begin)
-        held = 0
+        shared = 0
         if place > 0:
-            held = shared_tokens(minima, lot[members[row, place - 1]], lot[begin])
+            shared = shared_tokens(minima, lot[members[row, place - 1]], lot[begin])
         if place < sizes[row]:
-            held = max(held, shared_tokens(minima, lot[end - 1], lot[members[row, place]]))
-        added = weight - held
+            shared = max(shared, shared_tokens(minima, lot[end - 1], lot[members[row, place]]))
+        added = weight - shared
         left = room[row] - added
         if left < 0:
             continue
@@ -316,6 +295,7 @@ def _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
 
 @numba.njit(cache=True)
 def _place_of(members, size, member):
+    """Where a leaf of the lot comes among ascending ones."""
     low, high = 0, size
     while low < high:
         middle = (low + high) // 2

@@ -10,33 +10,50 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tree_compile.errors import EmptySequenceError, PayloadError, TokenRangeError, TokenTypeError
+from tree_compile.errors import (
+    EmptySequenceError,
+    PayloadError,
+    SequenceTooLongError,
+    TokenRangeError,
+    TokenTypeError,
+)
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "IntArray", "Sequences", "TokenArray", "TokenSequence", "as_batch"]
+__all__ = [
+    "Batch",
+    "IntArray",
+    "Sequences",
+    "TokenArray",
+    "TokenSequence",
+    "as_batch",
+    "as_mask",
+    "check_fits",
+]
 
 IntArray: TypeAlias = NDArray[np.int64]
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
 TokenSequence: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
 Sequences: TypeAlias = "Sequence[TokenSequence] | Mapping[str, Sequence[TokenSequence]] | Batch"
 
-_LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each"
+_LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each."
 _PADDED_HINT = (
     "pass a list of sequences without padding: "
-    "[ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask)]; sequences of one length: list(input_ids)"
+    "[ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask)]; sequences of one length: list(input_ids)."
 )
+_EMPTY_WHY = "there is nothing to compute."
+_TYPE_WHY = "token ids and payloads are whole numbers, one list of them per sequence."
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The checked inputs of one call.
+    """The checked inputs of one call, made by `as_batch` only: compiled code reads the arrays by their addresses.
 
     Attributes:
         inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
             The first name is that of the tokens, the others are payloads. Arrays are not copied, and keep their
-            integer type.
+            integer type. They have to stay as they are until the rows of a plan are made from them.
     """
 
     inputs: dict[str, list[TokenArray]]
@@ -55,7 +72,7 @@ class Batch:
         return np.fromiter(map(len, self.tokens), np.int64, len(self))
 
 
-def as_batch(inputs: Sequences, tokens_name: str = "input_ids") -> Batch:
+def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) -> Batch:
     """Checks the sequences of a call.
 
     Args:
@@ -63,6 +80,7 @@ def as_batch(inputs: Sequences, tokens_name: str = "input_ids") -> Batch:
             device; or a dict of such lists, where the entry `tokens_name` (the first one where that name is
             missing) holds the tokens and the others one integer per token. A `Batch` is returned as it is.
         tokens_name: the name of the tokens where a plain list is given.
+        first: the number that errors give to the first sequence.
 
     Raises:
         EmptySequenceError: there is no sequence, or one has no tokens.
@@ -73,49 +91,95 @@ def as_batch(inputs: Sequences, tokens_name: str = "input_ids") -> Batch:
     if isinstance(inputs, Batch):
         return inputs
     named = _tokens_first(inputs, tokens_name) if isinstance(inputs, Mapping) else {tokens_name: inputs}
-    checked = {name: _sequence_list(values, name) for name, values in named.items()}
-    batch = Batch(checked)
-    for name in checked:
-        _check_aligned(batch, name)
-    _check_not_negative(batch)
+    batch = Batch({name: _sequence_list(values, name, first) for name, values in named.items()})
+    for name in batch.inputs:
+        _check_aligned(batch, name, first)
+    _check_not_negative(batch, first)
     return batch
+
+
+def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
+    """Which entries of one list, array or tensor on any device are not 0, bool of the same shape.
+
+    Args:
+        value: bools or numbers.
+        label: what errors call it.
+
+    Raises:
+        TokenTypeError: it is none of these.
+    """
+    array = _as_array(value != 0 if _is_tensor(value) else value, label)
+    if array.dtype.kind not in "biuf":
+        raise TokenTypeError(
+            f"{label} is of type {array.dtype}, not of bools or numbers.",
+            why="it says of each token whether it is trained on.",
+            hint="pass one 0 or 1 for every token.",
+        )
+    return array != 0
+
+
+def check_fits(lengths: IntArray, row_tokens: int, first: int = 0) -> None:
+    """Refuses sequences that are longer than a row.
+
+    Args:
+        lengths: tokens of each sequence, int64 [number of sequences].
+        row_tokens: the greatest number of tokens in a row.
+        first: the number that errors give to the first sequence.
+
+    Raises:
+        SequenceTooLongError: names the first sequence that does not fit.
+    """
+    too_long = np.flatnonzero(lengths > row_tokens)
+    if len(too_long):
+        of_all = f"; {len(too_long)} of {len(lengths)} sequences are too long" if len(lengths) > 1 else ""
+        raise SequenceTooLongError(
+            f"Sequence {first + too_long[0]} has {lengths[too_long[0]]} tokens, and row_tokens is {row_tokens}.",
+            why=f"a sequence is never split over rows{of_all}.",
+            hint=f"raise row_tokens to {lengths.max()}, or shorten or leave out what is longer.",
+        )
 
 
 def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]:
     if not inputs:
-        raise EmptySequenceError("the dict of inputs has no entries", hint=_LIST_HINT)
+        raise EmptySequenceError("The dict of inputs has no entries.", why=_EMPTY_WHY, hint=_LIST_HINT)
     if "attention_mask" in inputs:
         raise TokenTypeError(
-            "the inputs hold an attention_mask, as a padded batch does",
-            why="which tokens see each other follows from the sequences alone",
+            "The inputs hold an attention_mask, as a padded batch does.",
+            why="which tokens see each other follows from the sequences alone.",
             hint=_PADDED_HINT,
         )
     first = tokens_name if tokens_name in inputs else next(iter(inputs))
     return {first: inputs[first], **inputs}
 
 
-def _sequence_list(values: Any, name: str) -> list[TokenArray]:
+def _sequence_list(values: Any, name: str, first: int) -> list[TokenArray]:
     if _is_tensor(values) or isinstance(values, np.ndarray):
-        raise TokenTypeError(f"{name} is one {values.ndim}-D {type(values).__name__}", hint=_tensor_hint(values.ndim))
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise TokenTypeError(f"{name} is a {type(values).__name__}, not a list of sequences", hint=_LIST_HINT)
+        what = f"{name} is one {values.ndim}-D {type(values).__name__}, not a list of sequences."
+        raise TokenTypeError(what, why="sequences differ in length.", hint=_tensor_hint(values.ndim))
+    if not _is_list(values):
+        what = f"{name} is a {type(values).__name__}, not a list of sequences."
+        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT)
     if not values:
-        raise EmptySequenceError(f"{name} has no sequences", hint=_LIST_HINT)
-    return [_as_integers(values[i], f"sequence {i} of {name}") for i in range(len(values))]
+        raise EmptySequenceError(f"{name} has no sequences.", why=_EMPTY_WHY, hint=_LIST_HINT)
+    return [_as_integers(values[i], f"Sequence {first + i} of {name}") for i in range(len(values))]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _tensor_hint(dimensions: int) -> str:
     if dimensions == 1:
-        return f"{_LIST_HINT}: [ids] for a single one"
+        return f"{_LIST_HINT[:-1]}: [ids] for a single one."
     return _PADDED_HINT
 
 
 def _as_integers(value: Any, label: str) -> TokenArray:
     array = _as_array(value, label)
     if array.ndim != 1:
-        raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one", hint=_LIST_HINT)
+        raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=_LIST_HINT)
     if array.size == 0:
-        raise EmptySequenceError(f"{label} is empty", hint="leave empty sequences out")
+        raise EmptySequenceError(f"{label} is empty.", why=_EMPTY_WHY, hint="leave empty sequences out.")
     if array.dtype.kind not in "iu":
         raise _not_integers(label, array.dtype)
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
@@ -125,7 +189,11 @@ def _as_integers(value: Any, label: str) -> TokenArray:
 
 def _as_signed(array: TokenArray, label: str) -> IntArray:
     if int(array.max()) > np.iinfo(np.int64).max:
-        raise TokenRangeError(f"{label} holds {array.max()}, which does not fit in 64 signed bits")
+        raise TokenRangeError(
+            f"{label} holds {array.max()}, which does not fit in 64 signed bits.",
+            why="tokens are computed as int64.",
+            hint="check where the token ids come from.",
+        )
     return array.astype(np.int64)
 
 
@@ -133,22 +201,29 @@ def _as_array(value: Any, label: str) -> NDArray[Any]:
     if isinstance(value, np.ndarray):
         return value
     if _is_tensor(value):
-        if value.numel() == 0:
-            return np.empty(value.shape)
-        if value.is_floating_point() or value.is_complex():
-            raise _not_integers(label, value.dtype)
-        array: NDArray[Any] = value.detach().cpu().numpy()
-        return array
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of integers", hint=_LIST_HINT)
+        return _tensor_as_array(value, label)
+    if not _is_list(value):
+        what = f"{label} is a {type(value).__name__}, not a list of integers."
+        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT)
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
-        raise TokenTypeError(f"{label} is not a flat list of integers: {error}", hint=_LIST_HINT) from error
+        what = f"{label} is not a flat list of integers: {str(error).rstrip('.')}."
+        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT) from error
+
+
+def _tensor_as_array(value: Any, label: str) -> NDArray[Any]:
+    if value.numel() == 0:
+        return np.empty(value.shape)
+    if value.is_floating_point() or value.is_complex():
+        raise _not_integers(label, value.dtype)
+    array: NDArray[Any] = value.detach().cpu().numpy()
+    return array
 
 
 def _not_integers(label: str, dtype: object) -> TokenTypeError:
-    return TokenTypeError(f"{label} is of type {dtype}, not of integers", hint="convert it to an integer type first")
+    what = f"{label} is of type {dtype}, not of integers."
+    return TokenTypeError(what, why=_TYPE_WHY, hint="convert it to an integer type first.")
 
 
 def _is_tensor(value: Any) -> bool:
@@ -157,25 +232,29 @@ def _is_tensor(value: Any) -> bool:
     return torch_module is not None and isinstance(value, torch_module.Tensor)
 
 
-def _check_aligned(batch: Batch, name: str) -> None:
+def _check_aligned(batch: Batch, name: str, first: int) -> None:
     tokens_name, values = next(iter(batch.inputs)), batch.inputs[name]
     if len(values) != len(batch):
-        raise PayloadError(f"{name} has {len(values)} sequences, {tokens_name} has {len(batch)}")
-    for i, (payload, tokens) in enumerate(zip(values, batch.tokens, strict=True)):
+        raise PayloadError(
+            f"{name} has {len(values)} sequences, {tokens_name} has {len(batch)}.",
+            why="a payload has one list for every sequence.",
+            hint=f"give {name} as many lists as {tokens_name} has.",
+        )
+    for i, (payload, tokens) in enumerate(zip(values, batch.tokens, strict=True), first):
         if len(payload) != len(tokens):
             raise PayloadError(
-                f"sequence {i} has {len(payload)} values in {name} and {len(tokens)} in {tokens_name}",
-                why="a payload has one value per token",
-                hint=f"give {name} one value for every token, or pass what is constant in forward_kwargs",
+                f"Sequence {i} has {len(payload)} values in {name} and {len(tokens)} in {tokens_name}.",
+                why="a payload has one value per token.",
+                hint=f"give {name} one value for every token, or pass what is constant in forward_kwargs.",
             )
 
 
-def _check_not_negative(batch: Batch) -> None:
-    for i, tokens in enumerate(batch.tokens):
+def _check_not_negative(batch: Batch, first: int) -> None:
+    for i, tokens in enumerate(batch.tokens, first):
         if tokens.min() < 0:
             at = int((tokens < 0).argmax())
             raise TokenRangeError(
-                f"sequence {i} holds the token id {tokens[at]} at position {at}",
-                why="token ids count from 0",
-                hint="leave padding and ignored labels out of the tokens",
+                f"Sequence {i} holds the token id {tokens[at]} at position {at}.",
+                why="token ids count from 0.",
+                hint="leave padding and ignored labels out of the tokens.",
             )

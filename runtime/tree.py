@@ -9,7 +9,7 @@ import numpy as np
 from tree_compile.runtime.sequences import Batch, IntArray
 from tree_compile.runtime.trie import depth_first_order
 
-__all__ = ["PrefixTree", "build_prefix_tree", "tree_of_segments"]
+__all__ = ["PrefixTree", "build_prefix_tree", "parents_in_pre_order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class PrefixTree:
         start: position of the first token, which is the number of tokens above the segment. int64 [S].
         length: tokens in the segment. int64 [S].
         parent: the segment above, -1 at a root. int64 [S].
-        subtree: one past the last segment below. int64 [S].
+        subtree_end: one past the last segment below. int64 [S].
         source: a sequence that holds the segment. int64 [S].
         sequence_segment: the segment in which each sequence ends. int64 [number of sequences].
         sequence_length: tokens of each sequence. int64 [number of sequences].
@@ -32,7 +32,7 @@ class PrefixTree:
     start: IntArray
     length: IntArray
     parent: IntArray
-    subtree: IntArray
+    subtree_end: IntArray
     source: IntArray
     sequence_segment: IntArray
     sequence_length: IntArray
@@ -61,12 +61,12 @@ class PrefixTree:
 
     def _sum_below(self, values: IntArray) -> IntArray:
         before = np.append(0, np.cumsum(values))
-        return before[self.subtree] - before[:-1]
+        return before[self.subtree_end] - before[:-1]
 
     @property
     def leaves(self) -> IntArray:
         """The segments without children, in pre-order."""
-        return np.flatnonzero(self.subtree == np.arange(1, len(self) + 1))
+        return np.flatnonzero(self.subtree_end == np.arange(1, len(self) + 1))
 
     @property
     def sequence_leaf(self) -> IntArray:
@@ -101,67 +101,6 @@ def build_prefix_tree(batch: Batch, min_shared_tokens: int = 64, limits: IntArra
     return _kept_tree(nodes, first_id, moved[ends_in], batch.lengths, min_shared_tokens)
 
 
-def tree_of_segments(
-    length: IntArray, parent: IntArray, source: IntArray, sequence_segment: IntArray, sequence_length: IntArray
-) -> PrefixTree:
-    """The tree of segments that come from outside, with every index checked. Arguments as in `PrefixTree`.
-
-    Raises:
-        ValueError: the segments are not a tree in pre-order, or a sequence does not end where it is said to.
-    """
-    if not len(length) == len(parent) == len(source) or len(sequence_segment) != len(sequence_length):
-        raise ValueError("the arrays of the tree differ in length")
-    # Sums of Python integers, which do not overflow.
-    tokens, input_tokens = sum(length.tolist()), sum(sequence_length.tolist())
-    if length.min() < 1 or not tokens <= input_tokens <= np.iinfo(np.int64).max:
-        raise ValueError("a segment has no tokens, or there are more tokens than in all sequences")
-    subtree, start = _subtrees(parent), _starts(length, parent)
-    tree = PrefixTree(start, length, parent, subtree, source, sequence_segment, sequence_length)
-    _check_sequences(tree)
-    return tree
-
-
-def _subtrees(parent: IntArray) -> IntArray:
-    """One past the last segment below each.
-
-    Raises:
-        ValueError: the segments are not in pre-order.
-    """
-    above, past = parent.tolist(), list(range(1, len(parent) + 1))
-    for segment in range(len(parent) - 1, -1, -1):
-        if not -1 <= above[segment] < segment:
-            raise ValueError("a segment does not come after the one above it")
-        if above[segment] >= 0:
-            past[above[segment]] = max(past[above[segment]], past[segment])
-    if not np.array_equal(_parents(past), parent):
-        raise ValueError("the segments are not in pre-order")
-    return np.array(past, np.int64)
-
-
-def _starts(length: IntArray, parent: IntArray) -> IntArray:
-    start, tokens = [0] * len(length), length.tolist()
-    for segment, above in enumerate(parent.tolist()):
-        if above >= 0:
-            start[segment] = start[above] + tokens[above]
-    return np.array(start, np.int64)
-
-
-def _check_sequences(tree: PrefixTree) -> None:
-    segment, source = tree.sequence_segment, tree.source
-    if not (_are_indices(segment, len(tree)) and _are_indices(source, len(segment))):
-        raise ValueError("a sequence or a segment is named that is not there")
-    ends = tree.sequence_length
-    if ((ends <= tree.start[segment]) | (ends > tree.end[segment])).any():
-        raise ValueError("a sequence does not end in its segment")
-    index = np.arange(len(tree))
-    if ((segment[source] < index) | (segment[source] >= tree.subtree) | (ends[source] < tree.end)).any():
-        raise ValueError("a segment is not on the path of the sequence that should hold its tokens")
-
-
-def _are_indices(values: IntArray, size: int) -> bool:
-    return bool(values.min() >= 0 and values.max() < size)
-
-
 @dataclass(frozen=True, eq=False)
 class _Nodes:
     """Segments in pre-order: node n holds the leaves from first_leaf[n] up to past_leaf[n], and ends at end[n]."""
@@ -170,12 +109,12 @@ class _Nodes:
     past_leaf: IntArray
     end: IntArray
     parent: IntArray
-    subtree: IntArray
+    subtree_end: IntArray
 
     @property
     def size(self) -> IntArray:
         """Nodes of the subtree."""
-        return self.subtree - np.arange(len(self.subtree))
+        return self.subtree_end - np.arange(len(self.subtree_end))
 
     @property
     def start(self) -> IntArray:
@@ -194,8 +133,8 @@ def _nodes(branch: IntArray, leaf_end: IntArray) -> _Nodes:
     first, past, end = np.concatenate([inner, np.stack([leaf, leaf + 1, leaf_end], axis=1)]).T
     order = np.lexsort((end, first))
     first, past, end = first[order], past[order], end[order]
-    subtree = np.searchsorted(first, past)
-    return _Nodes(first, past, end, _parents(subtree.tolist()), subtree)
+    subtree_end = np.searchsorted(first, past)
+    return _Nodes(first, past, end, parents_in_pre_order(subtree_end.tolist()), subtree_end)
 
 
 def _branches(branch: list[int]) -> IntArray:
@@ -212,11 +151,12 @@ def _branches(branch: list[int]) -> IntArray:
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def _parents(subtree: list[int]) -> IntArray:
-    parent = np.full(len(subtree), -1, np.int64)
+def parents_in_pre_order(subtree_end: list[int]) -> IntArray:
+    """The node above each, -1 at a root, int64 [nodes]; `subtree_end` is one past the last node below each."""
+    parent = np.full(len(subtree_end), -1, np.int64)
     path: list[int] = []
-    for node in range(len(subtree)):
-        while path and subtree[path[-1]] <= node:
+    for node in range(len(subtree_end)):
+        while path and subtree_end[path[-1]] <= node:
             path.pop()
         if path:
             parent[node] = path[-1]
@@ -230,7 +170,7 @@ def _end_nodes(nodes: _Nodes, length: IntArray, is_leaf: np.ndarray) -> IntArray
     A sequence that is a prefix of its successor ends at or above the node of that successor, but below the last
     branch before it, so that all climbs together visit each node once.
     """
-    leaf_node = np.flatnonzero(nodes.subtree == np.arange(1, len(nodes.end) + 1))[::-1].tolist()
+    leaf_node = np.flatnonzero(nodes.subtree_end == np.arange(1, len(nodes.end) + 1))[::-1].tolist()
     start, parent, tokens = nodes.start.tolist(), nodes.parent.tolist(), length.tolist()
     found = np.empty_like(length)
     following, node = iter(leaf_node), -1
@@ -281,7 +221,7 @@ def _moved(nodes: _Nodes, place: IntArray) -> _Nodes:
         nodes.past_leaf[old],
         nodes.end[old],
         parent=np.where(parent < 0, -1, place[parent]),
-        subtree=np.arange(len(old)) + nodes.size[old],
+        subtree_end=np.arange(len(old)) + nodes.size[old],
     )
 
 
@@ -295,7 +235,7 @@ def _kept_tree(
         start=start[kept],
         length=(nodes.end - start)[kept],
         parent=np.where(parent < 0, -1, before[parent])[kept],
-        subtree=before[nodes.subtree][kept],
+        subtree_end=before[nodes.subtree_end][kept],
         source=first_id[nodes.first_leaf][kept],
         sequence_segment=before[ends_in],
         sequence_length=lengths,
@@ -305,7 +245,7 @@ def _kept_tree(
 def _push_down(nodes: _Nodes, min_shared_tokens: int) -> tuple[IntArray, IntArray, np.ndarray]:
     """New start and parent of every node, and which nodes are kept."""
     start, parent, end = nodes.start.tolist(), nodes.parent.tolist(), nodes.end.tolist()
-    inner = (nodes.subtree > np.arange(1, len(end) + 1)).tolist()
+    inner = (nodes.subtree_end > np.arange(1, len(end) + 1)).tolist()
     kept = [True] * len(end)
     for node, above in enumerate(parent):
         if above >= 0 and not kept[above]:

@@ -19,6 +19,7 @@ from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
 __all__ = ["depth_first_order", "first_difference"]
 
 _CHUNK = 64
+_COMPILED_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def depth_first_order(batch: Batch, limits: IntArray) -> tuple[IntArray, IntArray]:
@@ -32,7 +33,7 @@ def depth_first_order(batch: Batch, limits: IntArray) -> tuple[IntArray, IntArra
         Sequence ids, and the tokens that each shares with the one before it; both int64 [number of sequences].
     """
     arrays = _of_one_type(batch)
-    return _order(_addresses(batch, arrays), batch.lengths, limits, arrays[0][:0])
+    return _order(_addresses(batch, arrays), batch.lengths, limits, _like(arrays))
 
 
 def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, parents: IntArray, sources: IntArray) -> int:
@@ -47,7 +48,9 @@ def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, paren
     """
     arrays = _of_one_type(batch)
     addresses = _addresses(batch, arrays)
-    return int(_first_difference(addresses, batch.lengths, segment_of, starts, parents, sources, arrays[0][:0]))
+    tree = (np.require(array, np.int64, ["C", "A", "W"]) for array in (segment_of, starts, parents, sources))
+    segment_of, starts, parents, sources = tree
+    return int(_first_difference(addresses, batch.lengths, segment_of, starts, parents, sources, _like(arrays)))
 
 
 @numba.njit(cache=True)
@@ -69,11 +72,22 @@ def _addresses(batch: Batch, arrays: list[TokenArray]) -> IntArray:
 
 
 def _of_one_type(batch: Batch) -> list[TokenArray]:
-    """All arrays of all inputs, which the caller keeps as long as their addresses are used."""
+    """All arrays of all inputs, which the caller keeps as long as their addresses are used.
+
+    numba compiles anew for every type, so that all but the two that tokens mostly have are converted.
+    """
     arrays = [array for values in batch.inputs.values() for array in values]
     dtypes = {array.dtype.newbyteorder("=") for array in arrays}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
-    return [np.ascontiguousarray(array, dtype) for array in arrays]
+    if dtype not in _COMPILED_TYPES:
+        dtype = np.dtype(np.int64)
+    plain = [np.ascontiguousarray(array, dtype) for array in arrays]
+    return [array if array.flags.aligned else array.copy() for array in plain]
+
+
+def _like(arrays: list[TokenArray]) -> TokenArray:
+    """An array that gives kernels the type alone: flags of the caller's arrays would be a part of it."""
+    return np.empty(0, arrays[0].dtype)
 
 
 @intrinsic
@@ -114,8 +128,11 @@ def _common_end(addresses, lengths, left, right, begin, end, like):
 
 
 @numba.njit(cache=True)
-def _slot(table, parent, addresses, lengths, sequence, at, starts, sources, parents, like):
-    """Where the child of `parent` that begins like `sequence` at `at` is in the hash table, or has to be put."""
+def _slot(table, parent, addresses, lengths, sequence, at, sources, parents, like):
+    """Where the child of `parent` that begins like `sequence` at `at` is in the hash table, or has to be put.
+
+    All children of a node begin where it ends, which is `at`.
+    """
     mixed = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
     for row in range(addresses.shape[0]):
         value = np.uint64(np.int64(_array(addresses[row, sequence], lengths[sequence], like)[at]))
@@ -124,7 +141,7 @@ def _slot(table, parent, addresses, lengths, sequence, at, starts, sources, pare
     slot = np.int64(mixed & np.uint64(len(table) - 1))
     while table[slot] >= 0:
         node = table[slot]
-        is_child = parents[node] == parent and starts[node] == at
+        is_child = parents[node] == parent
         if is_child and _common_end(addresses, lengths, sources[node], sequence, at, at + 1, like) > at:
             return slot
         slot = (slot + 1) & (len(table) - 1)
@@ -135,45 +152,49 @@ def _slot(table, parent, addresses, lengths, sequence, at, starts, sources, pare
 def _order(addresses, lengths, limits, like):
     """Inserts the sequences one by one into a trie, and walks it; node 0 is above all roots."""
     count = len(lengths)
-    room = 3 * count + 1  # a sequence adds a segment, a part of its own, and splits one
-    starts, ends, sources, parents = np.zeros((4, room), np.int64)
+    trie = np.zeros((4, 3 * count + 1), np.int64)  # a sequence adds a segment, a part of its own, and splits one
+    starts, ends, sources, parents = trie
     parents[0] = -1
-    size = 16
-    while size < 4 * room:
-        size *= 2
-    table = np.full(size, -1, np.int64)
-    ends_in = np.empty(count, np.int64)
+    table, ends_in = _empty_table(trie.size), np.empty(count, np.int64)
     nodes = 1
     for sequence in range(count):
-        node, at = 0, 0
-        while True:
-            if at == limits[sequence]:
-                if at < lengths[sequence]:  # the rest is its own, and found by nobody
-                    starts[nodes], ends[nodes] = at, lengths[sequence]
-                    sources[nodes], parents[nodes] = sequence, node
-                    node, nodes = nodes, nodes + 1
-                break
-            slot = _slot(table, node, addresses, lengths, sequence, at, starts, sources, parents, like)
+        node, at, limit = 0, 0, limits[sequence]
+        while at < limit:
+            slot = _slot(table, node, addresses, lengths, sequence, at, sources, parents, like)
             child = table[slot]
             if child < 0:
-                starts[nodes], ends[nodes] = at, limits[sequence]
-                sources[nodes], parents[nodes] = sequence, node
-                table[slot] = nodes
-                node, at, nodes = nodes, limits[sequence], nodes + 1
+                table[slot] = _put(trie, nodes, at, limit, sequence, node)
+                node, at, nodes = nodes, limit, nodes + 1
                 continue
-            stop = min(ends[child], limits[sequence])
-            at = _common_end(addresses, lengths, sources[child], sequence, at, stop, like)
+            at = _common_end(addresses, lengths, sources[child], sequence, at, min(ends[child], limit), like)
             if at < ends[child]:
-                starts[nodes], ends[nodes] = starts[child], at
-                sources[nodes], parents[nodes] = sources[child], parents[child]
-                table[slot] = nodes
+                table[slot] = _put(trie, nodes, starts[child], at, sources[child], node)
                 starts[child], parents[child] = at, nodes
-                slot = _slot(table, nodes, addresses, lengths, sources[child], at, starts, sources, parents, like)
+                slot = _slot(table, nodes, addresses, lengths, sources[child], at, sources, parents, like)
                 table[slot] = child
                 child, nodes = nodes, nodes + 1
             node = child
+        if at < lengths[sequence]:  # the rest is its own, and found by nobody
+            node = _put(trie, nodes, at, lengths[sequence], sequence, node)
+            nodes += 1
         ends_in[sequence] = node
     return _walk(starts[:nodes], ends[:nodes], parents[:nodes], ends_in)
+
+
+@numba.njit(cache=True)
+def _empty_table(least):
+    """A hash table of at least so many slots, a power of two, with nothing in them."""
+    size = 16
+    while size < least:
+        size *= 2
+    return np.full(size, -1, np.int64)
+
+
+@numba.njit(cache=True)
+def _put(trie, node, start, end, source, parent):
+    """Writes a node of the trie; the node."""
+    trie[0, node], trie[1, node], trie[2, node], trie[3, node] = start, end, source, parent
+    return node
 
 
 @numba.njit(cache=True)

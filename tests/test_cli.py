@@ -61,8 +61,8 @@ def report(**changes) -> DemoReport:
     values = {
         "sequences": 64,
         "parameters": 1000,
-        "tokens_in": 3000,
-        "tokens_computed": 1000,
+        "input_tokens": 3000,
+        "packed_tokens": 1000,
         "rows": 2,
         "row_bound": 1,
         "logit_difference": 1e-6,
@@ -100,7 +100,7 @@ def test_demo_trains_equally_both_ways(rollouts, capsys):
     assert main(["demo", "--rollouts", str(rollouts), "--steps", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
-    assert (found["tokens_in"], found["tokens_computed"], found["rows"]) == (315, 115, 1)
+    assert (found["input_tokens"], found["packed_tokens"], found["rows"]) == (315, 115, 1)
     assert found["ideal_speed_up"] == pytest.approx(315 / 115)
     assert found["packed_losses"] == pytest.approx(found["unpacked_losses"], rel=1e-3)
     assert len(found["packed_losses"]) == 3
@@ -187,7 +187,7 @@ def test_failing_factory_is_named_with_its_line(module, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("target", "what"),
     [
-        ("{module}:nothing", "gave a NoneType, which is not an nn.Module"),
+        ("{module}:nothing", "gave a NoneType, not an nn.Module"),
         ("{module}:absent", "has no function 'absent'"),
         ("{module}:instance", "has no function 'instance'"),
         ("no_such_module:small", "no_such_module failed with ModuleNotFoundError"),
@@ -264,9 +264,9 @@ def test_pack_gives_the_numbers_of_a_file_of_any_form(as_file, form, capsys):
     assert len(found.pop("rows")) == 2
     assert found == {
         "sequences": 3,
-        "tokens_in": 315,
-        "tokens_computed": 215,
-        "tokens_saved": 100,
+        "input_tokens": 315,
+        "packed_tokens": 215,
+        "saved_tokens": 100,
         "token_bound": 215,
         "row_tokens": 110,
         "row_count": 2,
@@ -334,7 +334,7 @@ def test_pack_reads_messages(tmp_path, capsys):
     path = tmp_path / "messages.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     assert main(["pack", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens_in"] == len("\0user\nhi\0")
+    assert json.loads(capsys.readouterr().out)["input_tokens"] == len("\0user\nhi\0")
 
 
 def test_pack_names_the_wrong_line(as_file, capsys):
@@ -349,7 +349,7 @@ def test_pack_names_the_wrong_line(as_file, capsys):
 def test_pack_refuses_a_sequence_longer_than_a_row(as_file, capsys):
     assert main(["pack", str(as_file("parquet")), "--row-tokens", "108"]) == 2
     error = capsys.readouterr().err
-    assert "sequence 1 has 109 tokens" in error
+    assert "Sequence 1 has 109 tokens" in error
     assert "Traceback" not in error
 
 

@@ -85,9 +85,9 @@ def test_empty_lines_are_skipped(write):
         ({"tokens": [1, 2], "trainable": [1, 2]}, "one 0 or 1 per token"),
         ({"tokens": [1, 2], "trainable": [1, [0]]}, "one 0 or 1 per token"),
         ({"messages": []}, "one or more messages"),
-        ({"messages": [{"role": "user"}]}, "message 0"),
-        ({"messages": [*MESSAGES, {"role": "user", "content": ["parts"]}]}, "message 2"),
-        ({"messages": ["hello"]}, "message 0"),
+        ({"messages": [{"role": "user"}]}, "Message 0"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": ["parts"]}]}, "Message 2"),
+        ({"messages": ["hello"]}, "Message 0"),
     ],
 )
 def test_wrong_line_is_named_with_its_file(write, line, what):
@@ -100,7 +100,7 @@ def test_wrong_line_is_named_with_its_file(write, line, what):
 def test_file_that_is_not_text_is_named(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"rollouts\.jsonl: it is not UTF-8"):
+    with pytest.raises(InputError, match=r"rollouts\.jsonl\.\n  why: it is not UTF-8"):
         read_rollouts(path)
 
 
@@ -149,23 +149,23 @@ def test_npz_of_one_array_per_sequence_keeps_their_order(npz):
     [
         ({}, "no rollouts in"),
         ({"tokens": FLAT["tokens"]}, 'no array "lengths"'),
-        ({**FLAT, "lengths": np.array([3, 3])}, 'array "lengths" of .* adds up to 6, and "tokens" has 5'),
-        ({**FLAT, "lengths": np.array([5, 0])}, 'array "lengths" of .* is 0 at 1'),
-        ({**FLAT, "lengths": np.array([6, -1])}, 'array "lengths" of .* holds -1'),
-        ({**FLAT, "lengths": np.array([3.0, 2.0])}, 'array "lengths" of .* is not a list of integers'),
-        ({**FLAT, "tokens": FLAT["tokens"].astype(float)}, 'array "tokens" of .* is not a list of integers'),
-        ({**FLAT, "tokens": np.array([[1], [2]])}, 'array "tokens" of .* is not a list of integers'),
-        ({**FLAT, "tokens": np.array([], np.int64)}, 'array "tokens" of .* is empty'),
-        ({**FLAT, "tokens": np.array([1, 2, 3, -4, 5])}, 'array "tokens" of .* holds -4'),
-        ({**FLAT, "trainable": np.array([1, 0])}, 'array "trainable" of .* one 0 or 1 per token'),
-        ({**FLAT, "trainable": np.array([0, 1, 2, 0, 0])}, 'array "trainable" of .* one 0 or 1 per token'),
-        ({**FLAT, "tokens": np.array([{}, 2, 3, 4, 5])}, 'array "tokens" of .* cannot be read: .*allow_pickle=False'),
-        ({"a": np.array([1]), "b": np.array([0.5])}, 'array "b" of .* is not a list of integers'),
-        ({"a": np.array([1]), "b": np.array([True])}, 'array "b" of .* is not a list of integers'),
-        ({"a": np.array([1]), "b": np.array([], np.int64)}, 'array "b" of .* is empty'),
-        ({"a": np.array([1]), "b": np.array([2, -1])}, 'array "b" of .* holds -1'),
-        ({"a": np.array([2**63], np.uint64)}, 'array "a" of .* holds 9223372036854775808'),
-        ({"a": np.array(3)}, 'array "a" of .* is not a list of integers'),
+        ({**FLAT, "lengths": np.array([3, 3])}, 'Array "lengths" of .* adds up to 6, and "tokens" has 5'),
+        ({**FLAT, "lengths": np.array([5, 0])}, 'Array "lengths" of .* is 0 at 1'),
+        ({**FLAT, "lengths": np.array([6, -1])}, 'Array "lengths" of .* holds -1'),
+        ({**FLAT, "lengths": np.array([3.0, 2.0])}, 'Array "lengths" of .* is not a list of integers'),
+        ({**FLAT, "tokens": FLAT["tokens"].astype(float)}, 'Array "tokens" of .* is not a list of integers'),
+        ({**FLAT, "tokens": np.array([[1], [2]])}, 'Array "tokens" of .* is not a list of integers'),
+        ({**FLAT, "tokens": np.array([], np.int64)}, 'Array "tokens" of .* is empty'),
+        ({**FLAT, "tokens": np.array([1, 2, 3, -4, 5])}, 'Array "tokens" of .* holds -4'),
+        ({**FLAT, "trainable": np.array([1, 0])}, 'Array "trainable" of .* one 0 or 1 per token'),
+        ({**FLAT, "trainable": np.array([0, 1, 2, 0, 0])}, 'Array "trainable" of .* one 0 or 1 per token'),
+        ({**FLAT, "tokens": np.array([{}, 2, 3, 4, 5])}, 'Array "tokens" of .* be read.\n.*allow_pickle=False'),
+        ({"a": np.array([1]), "b": np.array([0.5])}, 'Array "b" of .* is not a list of integers'),
+        ({"a": np.array([1]), "b": np.array([True])}, 'Array "b" of .* is not a list of integers'),
+        ({"a": np.array([1]), "b": np.array([], np.int64)}, 'Array "b" of .* is empty'),
+        ({"a": np.array([1]), "b": np.array([2, -1])}, 'Array "b" of .* holds -1'),
+        ({"a": np.array([2**63], np.uint64)}, 'Array "a" of .* holds 9223372036854775808'),
+        ({"a": np.array(3)}, 'Array "a" of .* is not a list of integers'),
     ],
 )
 def test_wrong_array_is_named_with_its_file(npz, arrays, what):
@@ -186,7 +186,7 @@ def test_damaged_npz_is_named(npz):
     content = bytearray(path.read_bytes())
     content[500] ^= 255
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r'array "a" of .*rollouts\.npz cannot be read'):
+    with pytest.raises(InputError, match=r'Array "a" of .*rollouts\.npz cannot be read'):
         read_rollouts(path)
 
 
@@ -228,17 +228,17 @@ def test_parquet_says_which_tokens_are_trained_on(parquet):
         ({"ids": [[1]]}, "has no column tokens and none called input_ids"),
         ({"trainable": [[1]]}, "has no column tokens and none called input_ids"),
         ({"tokens": []}, "no rollouts in"),
-        ({"tokens": [[1], []]}, "row 1 of column tokens of .* is empty"),
-        ({"tokens": [[1], None]}, "row 1 of column tokens of .* is not a list of integers"),
-        ({"tokens": [[1], [2, None]]}, "row 1 of column tokens of .* is not a list of integers"),
-        ({"tokens": [[1], [2, -3]]}, "row 1 of column tokens of .* holds -3"),
-        ({"tokens": [[1.0], [2.0]]}, "row 0 of column tokens of .* is not a list of integers"),
-        ({"input_ids": [1, 2]}, "row 0 of column input_ids of .* is not a list of integers"),
-        ({"tokens": ["12"]}, "row 0 of column tokens of .* is not a list of integers"),
-        ({"tokens": [[True]]}, "row 0 of column tokens of .* is not a list of integers"),
-        ({"tokens": [[[1]]]}, "row 0 of column tokens of .* is not a list of integers"),
-        ({"tokens": [[1], [2]], "trainable": [[1], [1, 0]]}, "row 1 of column trainable of .* one 0 or 1 per token"),
-        ({"tokens": [[1], [2]], "trainable": [[1], None]}, "row 1 of column trainable of .* one 0 or 1 per token"),
+        ({"tokens": [[1], []]}, "Row 1 of column tokens of .* is empty"),
+        ({"tokens": [[1], None]}, "Row 1 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[1], [2, None]]}, "Row 1 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[1], [2, -3]]}, "Row 1 of column tokens of .* holds -3"),
+        ({"tokens": [[1.0], [2.0]]}, "Row 0 of column tokens of .* is not a list of integers"),
+        ({"input_ids": [1, 2]}, "Row 0 of column input_ids of .* is not a list of integers"),
+        ({"tokens": ["12"]}, "Row 0 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[True]]}, "Row 0 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[[1]]]}, "Row 0 of column tokens of .* is not a list of integers"),
+        ({"tokens": [[1], [2]], "trainable": [[1], [1, 0]]}, "Row 1 of column trainable of .* one 0 or 1 per token"),
+        ({"tokens": [[1], [2]], "trainable": [[1], None]}, "Row 1 of column trainable of .* one 0 or 1 per token"),
     ],
 )
 def test_wrong_row_is_named_with_its_file(parquet, columns, what):
@@ -257,7 +257,7 @@ def test_file_that_is_no_parquet_is_named(tmp_path):
 
 def test_missing_pyarrow_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=r"needs the package pyarrow\n.*pip install 'tree_compile\[parquet\]'"):
+    with pytest.raises(InputError, match=r"needs the package pyarrow\.\n.*\n.*pip install 'tree_compile\[parquet\]'"):
         read_rollouts(tmp_path / "rollouts.parquet")
 
 
@@ -265,7 +265,7 @@ def test_missing_pyarrow_is_named(monkeypatch, tmp_path):
 def test_missing_file_of_any_form_is_named(tmp_path, ending):
     if ending == "parquet":
         pytest.importorskip("pyarrow")
-    with pytest.raises(InputError, match=rf"none\.{ending}: No such file"):
+    with pytest.raises(InputError, match=rf"none\.{ending}\.\n  why: No such file"):
         read_rollouts(tmp_path / f"none.{ending}")
 
 
@@ -297,7 +297,7 @@ def test_file_that_is_no_tokenizer_is_named(write):
 
 def test_missing_tokenizers_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(InputError, match=r"needs the package tokenizers\n.*pip install tokenizers"):
+    with pytest.raises(InputError, match=r"needs the package tokenizers\.\n.*\n.*pip install tokenizers"):
         file_tokenizer(tmp_path / "tokenizer.json")
 
 

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from tree_compile.api import TreeModel, treecompile
     from tree_compile.errors import TreeCompileError
     from tree_compile.runtime.estimate import estimate
-    from tree_compile.runtime.plan import Plan, Row, plan_rows
+    from tree_compile.runtime.plan import Plan
     from tree_compile.runtime.planner import Planner
+    from tree_compile.runtime.planning import plan_rows
+    from tree_compile.runtime.row import Row
 
 __all__ = [
     "Plan", "Planner", "Row", "TreeCompileError", "TreeModel", "__version__", "estimate", "plan_rows", "treecompile",
@@ -22,11 +24,11 @@ __version__ = "0.1.0"
 _HOME = {
     "Plan": "tree_compile.runtime.plan",
     "Planner": "tree_compile.runtime.planner",
-    "Row": "tree_compile.runtime.plan",
+    "Row": "tree_compile.runtime.row",
     "TreeCompileError": "tree_compile.errors",
     "TreeModel": "tree_compile.api",
     "estimate": "tree_compile.runtime.estimate",
-    "plan_rows": "tree_compile.runtime.plan",
+    "plan_rows": "tree_compile.runtime.planning",
     "treecompile": "tree_compile.api",
 }
 

@@ -15,7 +15,10 @@ from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.rehearsal import grow
-from tree_compile.runtime.plan import Plan, Row, check_options, plan_rows, warm_up
+from tree_compile.runtime.options import PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows, warm_up
+from tree_compile.runtime.row import Row
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.selfcheck import (
     CheckReport,
@@ -264,11 +267,15 @@ def treecompile(
     backend: str = "inductor",
     *,
     pad_rows: bool = False,
-    plan_seconds: float = 0.15,
+    plan_seconds: float = PLAN_SECONDS,
     forward_kwargs: Mapping[str, Any] | None = None,
     self_check: bool = True,
 ) -> TreeModel:
     """Makes a causal language model take a list of sequences and compute every shared token prefix once.
+
+    How far rows are improved in `plan_seconds` depends on the clock: processes that call the model with the same
+    sequences may compute different rows. Where they must not, plan once and send the plan, or pass what
+    `plan_rows(…, plan_attempts=…)` returns.
 
     Args:
         model: a causal language model, written for one unpacked sequence: takes token ids int64 `(1, T)` as its first
@@ -293,9 +300,8 @@ def treecompile(
     """
     check_not_wrapped(model)
     check_keywords(forward_kwargs or {})
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, not {backend!r}")
-    check_options(row_tokens, min_shared_tokens, objective, pad_rows)
+    check_choice("backend", backend, BACKENDS)
+    check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds)
     threading.Thread(target=_warm_up, daemon=True).start()
     return TreeModel(
         model,

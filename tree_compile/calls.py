@@ -16,7 +16,7 @@ from tree_compile.errors import (
     WrappedModelError,
 )
 from tree_compile.pipeline import Rewritten
-from tree_compile.runtime.plan import Row
+from tree_compile.runtime.row import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
 
 _LOSS_HINT = (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tree_compile.errors import TreeCompileError
+from tree_compile.runtime.options import OBJECTIVES, PLAN_SECONDS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -117,9 +118,9 @@ def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
     help_text = "shared segments with fewer tokens are copied (default: 64)"
     pack.add_argument("--min-shared-tokens", type=_at_least(1), default=64, metavar="N", help=help_text)
     help_text = "what there should be few of (default: rows)"
-    pack.add_argument("--objective", choices=("rows", "tokens"), default="rows", help=help_text)
-    help_text = "how long rows are improved (default: 0.15)"
-    pack.add_argument("--plan-seconds", type=_seconds, default=0.15, metavar="S", help=help_text)
+    pack.add_argument("--objective", choices=OBJECTIVES, default="rows", help=help_text)
+    help_text = f"how long rows are improved (default: {PLAN_SECONDS})"
+    pack.add_argument("--plan-seconds", type=_seconds, default=PLAN_SECONDS, metavar="S", help=help_text)
     pack.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     pack.add_argument("--html", type=Path, metavar="OUT", help="also write the plan as a page for the browser")
     pack.add_argument("--save", type=Path, metavar="OUT", help="also write the plan, which Plan.load reads")
@@ -252,8 +253,8 @@ def _demo_table(report: DemoReport) -> Table:
     table = Table(title=f"{report.sequences} rollouts, a decoder of {report.parameters:,} parameters")
     for column in ("", "unpacked", "tree"):
         table.add_column(column, justify="right" if column else "left")
-    table.add_row("tokens in", f"{report.tokens_in:,}", f"{report.tokens_in:,}")
-    table.add_row("tokens computed", f"{report.tokens_in:,}", f"{report.tokens_computed:,}")
+    table.add_row("tokens in", f"{report.input_tokens:,}", f"{report.input_tokens:,}")
+    table.add_row("tokens computed", f"{report.input_tokens:,}", f"{report.packed_tokens:,}")
     table.add_row("forward passes (rows)", f"{report.sequences}", f"{report.rows} (at least {report.row_bound})")
     table.add_row("time per step", f"{report.unpacked_seconds:.2f} s", f"{report.packed_seconds:.2f} s")
     table.add_row("speed-up", "", f"{report.speed_up:.2f}")

@@ -17,7 +17,8 @@ from tree_compile.api import TreeModel, treecompile
 from tree_compile.errors import InputError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.rollouts import Rollout
-from tree_compile.runtime.plan import Plan, Row
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.row import Row
 from tree_compile.selfcheck import difference, worst_gradient
 
 __all__ = ["DemoReport", "run_demo"]
@@ -35,8 +36,8 @@ class DemoReport:
     Attributes:
         sequences: number of rollouts.
         parameters: of the model.
-        tokens_in: tokens of all rollouts.
-        tokens_computed: tokens of all rows.
+        input_tokens: tokens of all rollouts.
+        packed_tokens: tokens of all rows.
         rows: number of rows, each one forward and backward pass.
         row_bound: a number of rows that no packing goes below.
         logit_difference: greatest difference of logits at the first step, relative to the greatest logit.
@@ -52,8 +53,8 @@ class DemoReport:
 
     sequences: int
     parameters: int
-    tokens_in: int
-    tokens_computed: int
+    input_tokens: int
+    packed_tokens: int
     rows: int
     row_bound: int
     logit_difference: float
@@ -73,7 +74,7 @@ class DemoReport:
     @property
     def ideal_speed_up(self) -> float:
         """Tokens in per token computed."""
-        return self.tokens_in / self.tokens_computed
+        return self.input_tokens / self.packed_tokens
 
     @property
     def ok(self) -> bool:
@@ -110,8 +111,8 @@ def run_demo(
     return DemoReport(
         sequences=len(rollouts),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        tokens_in=plan.input_tokens,
-        tokens_computed=plan.packed_tokens,
+        input_tokens=plan.input_tokens,
+        packed_tokens=plan.packed_tokens,
         rows=len(plan.rows),
         row_bound=plan.row_bound,
         logit_difference=logit_difference,

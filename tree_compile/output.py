@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from tree_compile.capture import OutputForm
-from tree_compile.runtime.plan import Row
+from tree_compile.runtime.row import Row
 from tree_compile.runtime.unpack import unpack_row
 
 Part = TypeVar("Part")

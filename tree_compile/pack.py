@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tree_compile.rollouts import Tokenizer, read_rollouts
-from tree_compile.runtime.plan import Plan, plan_rows, warm_up
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows, warm_up
 
 __all__ = ["PackReport", "pack_file"]
 
@@ -35,9 +36,9 @@ class PackReport:
         plan = self.plan
         return {
             "sequences": plan.sequences,
-            "tokens_in": plan.input_tokens,
-            "tokens_computed": plan.packed_tokens,
-            "tokens_saved": plan.input_tokens - plan.packed_tokens,
+            "input_tokens": plan.input_tokens,
+            "packed_tokens": plan.packed_tokens,
+            "saved_tokens": plan.input_tokens - plan.packed_tokens,
             "token_bound": plan.token_bound,
             "row_tokens": plan.row_tokens,
             "row_count": len(plan.rows),

@@ -12,7 +12,7 @@ from torch import Tensor
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
-from tree_compile.runtime.plan import Row
+from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import tree_of_segments
 from tree_compile.unpacked import Unpacked
 

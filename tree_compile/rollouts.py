@@ -22,9 +22,14 @@ BUNDLED = Path(__file__).with_name("data") / "rollouts.jsonl"
 _MESSAGE_START, _MESSAGE_END = 256, 257
 BYTE_VOCABULARY = 258
 _TOKEN_COLUMNS = ("tokens", "input_ids")
-_FORM = 'give one JSON object per line, with "tokens": [ids], or "messages": [{"role": …, "content": …}]'
-_NPZ_FORM = 'give an array "tokens" of all ids with an array "lengths"; or one array of ids per sequence'
-_PARQUET_FORM = f"give a column of lists of ids that is called {' or '.join(_TOKEN_COLUMNS)}"
+_FORM = 'give one JSON object per line, with "tokens": [ids], or "messages": [{"role": …, "content": …}].'
+_NPZ_FORM = 'give an array "tokens" of all ids with an array "lengths"; or one array of ids per sequence.'
+_PARQUET_FORM = f"give a column of lists of ids that is called {' or '.join(_TOKEN_COLUMNS)}."
+_TRAINABLE_FORM = 'give "trainable" one 0 or 1 for every token, or leave it out to train on all.'
+_LINE_WHY = "each line is one rollout."
+_ID_WHY = "a token id is a whole number from 0 up to 2**63 - 1."
+_EMPTY_WHY = "there is nothing to plan."
+_MARK_WHY = "it says of each token whether the loss is taken on it."
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +76,15 @@ def file_tokenizer(path: Path) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        hint = "pip install tokenizers, or leave --tokenizer out to use bytes"
-        raise InputError(f"reading {path} needs the package tokenizers", hint=hint) from error
+        hint = "pip install tokenizers, or leave --tokenizer out to use bytes."
+        raise InputError(
+            f"Reading {path} needs the package tokenizers.", why="it is not installed.", hint=hint
+        ) from error
     try:
         loaded = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
-        hint = "give the tokenizer.json of a model"
-        raise InputError(f"{path} is not a tokenizer file: {error}", hint=hint) from error
+        hint = "give the tokenizer.json of a model."
+        raise InputError(f"{path} is not a tokenizer file.", why=_sentence(error), hint=hint) from error
 
     def ids(text: str) -> list[int]:
         return loaded.encode(text, add_special_tokens=False).ids
@@ -115,7 +122,8 @@ def read_rollouts(path: Path, tokenizer: Tokenizer | None = None) -> list[Rollou
             return _from_parquet(path)
         return _from_lines(path, tokenizer or byte_tokenizer())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read rollouts from {path}: {_reason(error)}") from error
+        hint = "check that the file is there, may be read, and is JSON lines, .npz or .parquet."
+        raise InputError(f"Rollouts cannot be read from {path}.", why=f"{_reason(error)}.", hint=hint) from error
 
 
 def _from_lines(path: Path, tokenizer: Tokenizer) -> list[Rollout]:
@@ -125,8 +133,13 @@ def _from_lines(path: Path, tokenizer: Tokenizer) -> list[Rollout]:
         if line.strip()
     ]
     if not rollouts:
-        raise InputError(f"there are no rollouts in {path}", hint=_FORM)
+        raise InputError(f"There are no rollouts in {path}.", why=_EMPTY_WHY, hint=_FORM)
     return rollouts
+
+
+def _sentence(error: Exception) -> str:
+    """What another library says, with a full stop."""
+    return f"{str(error).rstrip('. ')}."
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
@@ -137,25 +150,28 @@ def _rollout(line: str, where: SourceLine, tokenizer: Tokenizer) -> Rollout:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"this line is not JSON: {error}", where=where, hint=_FORM) from error
+        raise InputError(
+            f"This line is not JSON: {_sentence(error)}", where=where, why=_LINE_WHY, hint=_FORM
+        ) from error
     if isinstance(record, dict) and "tokens" in record:
         return _from_tokens(record, where)
     if isinstance(record, dict) and "messages" in record:
         return _from_messages(record["messages"], where, tokenizer)
-    raise InputError('this line has neither "tokens" nor "messages"', where=where, hint=_FORM)
+    raise InputError('This line has neither "tokens" nor "messages".', where=where, why=_LINE_WHY, hint=_FORM)
 
 
 def _from_tokens(record: dict[str, Any], where: SourceLine) -> Rollout:
     tokens = record["tokens"]
     if not _all_integers(tokens) or not tokens or min(tokens) < 0 or max(tokens) >= 2**63:
-        raise InputError('"tokens" is not a list of one or more token ids', where=where, hint=_FORM)
+        raise InputError('"tokens" is not a list of one or more token ids.', where=where, why=_ID_WHY, hint=_FORM)
     trainable = record.get("trainable", [1] * len(tokens))
     if (
         not isinstance(trainable, list)
         or len(trainable) != len(tokens)
         or any(mark not in (0, 1) for mark in trainable)
     ):
-        raise InputError('"trainable" is not a list of one 0 or 1 per token', where=where)
+        what = '"trainable" is not a list of one 0 or 1 per token.'
+        raise InputError(what, where=where, why=_MARK_WHY, hint=_TRAINABLE_FORM)
     return Rollout(np.array(tokens, np.int64), np.array(trainable, np.bool_))
 
 
@@ -165,7 +181,8 @@ def _all_integers(values: object) -> bool:
 
 def _from_messages(messages: object, where: SourceLine, tokenizer: Tokenizer) -> Rollout:
     if not isinstance(messages, list) or not messages:
-        raise InputError('"messages" is not a list of one or more messages', where=where, hint=_FORM)
+        what = '"messages" is not a list of one or more messages.'
+        raise InputError(what, where=where, why=_LINE_WHY, hint=_FORM)
     pieces: list[tuple[list[int], bool]] = []
     for number, message in enumerate(messages):
         role, content = _role_and_content(message, number, where)
@@ -177,7 +194,8 @@ def _from_messages(messages: object, where: SourceLine, tokenizer: Tokenizer) ->
 def _role_and_content(message: object, number: int, where: SourceLine) -> tuple[str, str]:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise InputError(f'message {number} has no "role" and "content" that are texts', where=where, hint=_FORM)
+        what = f'Message {number} has no "role" and "content" that are texts.'
+        raise InputError(what, where=where, why="a message is turned into ids from both.", hint=_FORM)
     return role, content
 
 
@@ -188,29 +206,35 @@ def _joined(parts: Iterable[list[Any]], dtype: type) -> NDArray[Any]:
 def _from_npz(path: Path) -> list[Rollout]:
     with path.open("rb") as raw:
         if not zipfile.is_zipfile(raw):
-            raise InputError(f"{path} is not an npz file", hint="write it with numpy.savez")
+            why = "an npz file is a zip archive, and this is none."
+            raise InputError(f"{path} is not an npz file.", why=why, hint="write it with numpy.savez.")
         raw.seek(0)
         with np.load(raw, allow_pickle=False) as file:
             if "tokens" in file.files:
                 return _from_flat(file, path)
             if "attention_mask" in file.files:
-                raise InputError(f"{path} holds an attention_mask, as a padded batch does", hint=_NPZ_FORM)
-            arrays = [(f'array "{name}" of {path}', _array(file, name, path)) for name in file.files]
+                why = "rollouts are read without padding."
+                raise InputError(f"{path} holds an attention_mask, as a padded batch does.", why=why, hint=_NPZ_FORM)
+            arrays = [(f'Array "{name}" of {path}', _array(file, name, path)) for name in file.files]
     if not arrays:
-        raise InputError(f"there are no rollouts in {path}", hint=_NPZ_FORM)
+        raise InputError(f"There are no rollouts in {path}.", why=_EMPTY_WHY, hint=_NPZ_FORM)
     return [_all_trained(_ids(array, what, _NPZ_FORM)) for what, array in arrays]
 
 
 def _from_flat(file: Any, path: Path) -> list[Rollout]:
     if "lengths" not in file.files:
-        raise InputError(f'{path} has an array "tokens" and no array "lengths"', hint=_NPZ_FORM)
-    tokens = _ids(_array(file, "tokens", path), f'array "tokens" of {path}', _NPZ_FORM)
-    lengths = _ids(_array(file, "lengths", path), f'array "lengths" of {path}', _NPZ_FORM)
+        why = "nothing says where a sequence ends."
+        raise InputError(f'{path} has an array "tokens" and no array "lengths".', why=why, hint=_NPZ_FORM)
+    tokens = _ids(_array(file, "tokens", path), f'Array "tokens" of {path}', _NPZ_FORM)
+    lengths = _ids(_array(file, "lengths", path), f'Array "lengths" of {path}', _NPZ_FORM)
     if not lengths.all():
-        raise InputError(f'array "lengths" of {path} is 0 at {lengths.argmin()}', hint="leave empty sequences out")
+        what = f'Array "lengths" of {path} is 0 at {lengths.argmin()}.'
+        raise InputError(what, why=_EMPTY_WHY, hint="leave empty sequences out.")
     if lengths.sum() != len(tokens):
         raise InputError(
-            f'array "lengths" of {path} adds up to {lengths.sum()}, and "tokens" has {len(tokens)}', hint=_NPZ_FORM
+            f'Array "lengths" of {path} adds up to {lengths.sum()}, and "tokens" has {len(tokens)}.',
+            why="every token is of one sequence.",
+            hint=_NPZ_FORM,
         )
     trainable = np.ones(len(tokens), np.bool_)
     if "trainable" in file.files:
@@ -223,13 +247,13 @@ def _array(file: Any, name: str, path: Path) -> NDArray[Any]:
     try:
         return np.asarray(file[name])
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f'array "{name}" of {path} cannot be read: {error}', hint=_NPZ_FORM) from error
+        raise InputError(f'Array "{name}" of {path} cannot be read.', why=_sentence(error), hint=_NPZ_FORM) from error
 
 
 def _unpacked_marks(marks: NDArray[Any], tokens: int, path: Path) -> NDArray[np.bool_]:
     if marks.dtype == np.uint8 and marks.shape == (-(-tokens // 8),) != (tokens,):
         marks = np.unpackbits(marks)[:tokens]
-    return _marks(marks, tokens, f'array "trainable" of {path}')
+    return _marks(marks, tokens, f'Array "trainable" of {path}')
 
 
 def _from_parquet(path: Path) -> list[Rollout]:
@@ -237,27 +261,28 @@ def _from_parquet(path: Path) -> list[Rollout]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        hint = "pip install 'tree_compile[parquet]'"
-        raise InputError(f"reading {path} needs the package pyarrow", hint=hint) from error
+        hint = "pip install 'tree_compile[parquet]'."
+        raise InputError(f"Reading {path} needs the package pyarrow.", why="it is not installed.", hint=hint) from error
     try:
         with path.open("rb") as raw:
             file = parquet.ParquetFile(raw)
             names = [name for name in (*_TOKEN_COLUMNS, "trainable") if name in file.schema_arrow.names]
             table = file.read(columns=names)
     except pa.ArrowException as error:
-        raise InputError(f"{path} is not a parquet file: {error}", hint=_PARQUET_FORM) from error
+        raise InputError(f"{path} is not a parquet file.", why=_sentence(error), hint=_PARQUET_FORM) from error
     if not names or names[0] not in _TOKEN_COLUMNS:
-        raise InputError(f"{path} has no column tokens and none called input_ids", hint=_PARQUET_FORM)
+        why = "nothing says which column the token ids are in."
+        raise InputError(f"{path} has no column tokens and none called input_ids.", why=why, hint=_PARQUET_FORM)
     if not len(table):
-        raise InputError(f"there are no rollouts in {path}", hint=_PARQUET_FORM)
+        raise InputError(f"There are no rollouts in {path}.", why=_EMPTY_WHY, hint=_PARQUET_FORM)
     rollouts = [
-        _all_trained(_ids(ids, f"row {row} of column {names[0]} of {path}", _PARQUET_FORM))
+        _all_trained(_ids(ids, f"Row {row} of column {names[0]} of {path}", _PARQUET_FORM))
         for row, ids in enumerate(_lists(table[names[0]]))
     ]
     if "trainable" not in names:
         return rollouts
     return [
-        Rollout(rollout.tokens, _marks(marks, len(rollout.tokens), f"row {row} of column trainable of {path}"))
+        Rollout(rollout.tokens, _marks(marks, len(rollout.tokens), f"Row {row} of column trainable of {path}"))
         for row, (rollout, marks) in enumerate(zip(rollouts, _lists(table["trainable"]), strict=True))
     ]
 
@@ -275,16 +300,16 @@ def _all_trained(tokens: NDArray[np.int64]) -> Rollout:
 
 def _ids(values: NDArray[Any], what: str, hint: str) -> NDArray[np.int64]:
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-        raise InputError(f"{what} is not a list of integers", hint=hint)
+        raise InputError(f"{what} is not a list of integers.", why=_ID_WHY, hint=hint)
     if not values.size:
-        raise InputError(f"{what} is empty", hint=hint)
+        raise InputError(f"{what} is empty.", why=_EMPTY_WHY, hint=hint)
     if values.min() < 0 or values.max() > np.iinfo(np.int64).max:
         wrong = values.min() if values.min() < 0 else values.max()
-        raise InputError(f"{what} holds {wrong}, which is negative or does not fit in 64 signed bits", hint=hint)
+        raise InputError(f"{what} holds {wrong}.", why=_ID_WHY, hint=hint)
     return values.astype(np.int64)
 
 
 def _marks(values: NDArray[Any], tokens: int, what: str) -> NDArray[np.bool_]:
     if values.shape != (tokens,) or values.dtype.kind not in "biu" or not np.isin(values, (0, 1)).all():
-        raise InputError(f"{what} is not a list of one 0 or 1 per token")
+        raise InputError(f"{what} is not a list of one 0 or 1 per token.", why=_MARK_WHY, hint=_TRAINABLE_FORM)
     return values.astype(np.bool_)

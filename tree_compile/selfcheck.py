@@ -19,7 +19,9 @@ from tree_compile.foreign import plain_checkpoints
 from tree_compile.output import RowResult, TreeOutput
 from tree_compile.patches import replaced
 from tree_compile.programs import Program
-from tree_compile.runtime.plan import Plan, Row, plan_rows
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.row import Row
 from tree_compile.unpacked import Unpacked
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}

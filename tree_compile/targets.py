@@ -33,11 +33,12 @@ def load_target(target: str, **overrides: Any) -> nn.Module:
         return tiny_model(target, **overrides)
     model = _run(_factory(target), target)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{target} gave a {type(model).__name__}, which is not an nn.Module", hint=_HINT)
+        raise InputError(f"{target} gave a {type(model).__name__}, not an nn.Module.", why=_WHY, hint=_HINT)
     return model
 
 
-_HINT = 'give module:factory, where "from module import factory; factory()" makes an nn.Module'
+_HINT = 'give module:factory, where "from module import factory; factory()" makes an nn.Module.'
+_WHY = "a model is made by calling the function that TARGET names."
 
 
 def _factory(target: str) -> Callable[[], Any]:
@@ -47,7 +48,7 @@ def _factory(target: str) -> Callable[[], Any]:
     module = _run(lambda: importlib.import_module(module_name), module_name)
     factory = getattr(module, name, None)
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise InputError(f"{module_name} has no function {name!r}", hint=_HINT)
+        raise InputError(f"{module_name} has no function {name!r}.", why=_WHY, hint=_HINT)
     return factory
 
 
@@ -55,8 +56,11 @@ def _run(call: Callable[[], Any], name: str) -> Any:
     try:
         return call()
     except Exception as error:
-        what = f"{name} failed with {type(error).__name__}: {error}"
-        raise InputError(what, where=_last_line_outside(error), hint=_HINT) from error
+        what, why = (
+            f"{name} failed with {type(error).__name__}.",
+            f"{str(error).rstrip('. ') or 'it does not say why'}.",
+        )
+        raise InputError(what, where=_last_line_outside(error), why=why, hint=_HINT) from error
 
 
 def _last_line_outside(error: Exception) -> SourceLine | None:

@@ -178,13 +178,15 @@ def tiny_model(model_type: str, **overrides: Any) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        hint = "pip install transformers, or name a function of your own as module:factory"
-        raise InputError(f"building the model {model_type!r} needs the package transformers", hint=hint) from error
+        hint = "pip install transformers, or name a function of your own as module:factory."
+        what = f"Building the model {model_type!r} needs the package transformers."
+        raise InputError(what, why="it is not installed.", hint=hint) from error
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError as error:
-        hint = 'give a model_type as it stands in a config.json, such as "llama", or module:factory'
-        raise InputError(f"transformers knows no model type {model_type!r}", hint=hint) from error
+        hint = 'give a model_type as it stands in a config.json, such as "llama", or module:factory.'
+        why = "a name without a colon is an architecture in transformers."
+        raise InputError(f"transformers knows no model type {model_type!r}.", why=why, hint=hint) from error
     try:
         config = AutoConfig.for_model(model_type, **{**_settings(model_type, known), **overrides})
         with torch.random.fork_rng(devices=[]):
@@ -192,8 +194,9 @@ def tiny_model(model_type: str, **overrides: Any) -> nn.Module:
             model = AutoModelForCausalLM.from_config(config)
             _spread_parameters(model)
     except Exception as error:
-        hint = "build it yourself and name the function that does as module:factory"
-        raise InputError(f"transformers cannot build a tiny {model_type!r}: {error}", hint=hint) from error
+        hint = "build it yourself and name the function that does as module:factory."
+        what = f"transformers cannot build a tiny {model_type!r}: {str(error).rstrip('. ')}."
+        raise InputError(what, why="few and small layers do not suit every architecture.", hint=hint) from error
     return model
 
 

@@ -190,11 +190,11 @@ def test_what_is_no_module_is_refused():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"backend": "tpu"}, "backend must be .*, not 'tpu'"),
+        ({"backend": "tpu"}, "backend is 'tpu'; it must be one of"),
         ({"objective": "best"}, "objective is 'best'; it must be one of"),
         ({"row_tokens": 0}, "row_tokens is 0; it must be"),
         ({"min_shared_tokens": -1}, "min_shared_tokens is -1; it must be"),
-        ({"pad_rows": True}, "pad_rows=True needs row_tokens"),
+        ({"pad_rows": True}, "row_tokens is None; it must be the length to pad to"),
     ],
     ids=str,
 )

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
+
+from tree_compile.runtime.sequences import as_batch
+from tree_compile.runtime.tree import PrefixTree, build_prefix_tree
 
 Path = tuple[Any, ...]
 # A kept segment: where it starts, and the path down to its end.
@@ -23,6 +27,38 @@ def batches(draw: st.DrawFn, most: int = 10, longest: int = 8) -> list[list[int]
         tail = draw(st.lists(st.integers(0, 2), min_size=0 if kept else 1, max_size=longest))
         sequences.append(kept + tail)
     return sequences
+
+
+def groups(count: int) -> list[Any]:
+    """Sequences of 100 tokens in groups of 8 that share 70."""
+    random = np.random.default_rng(0)
+    return [np.append(np.full(70, group), random.integers(0, 9, 30)) for group in range(count) for _ in range(8)]
+
+
+def tree_of(sequences: Sequence[Any], min_shared_tokens: int = 1) -> PrefixTree:
+    """The prefix tree of some sequences."""
+    return build_prefix_tree(as_batch(sequences), min_shared_tokens)
+
+
+def leaves_by_row(tree: PrefixTree, leaf_row: Any) -> list[list[int]]:
+    """The leaf segments of every row."""
+    return [tree.leaves[leaf_row == row].tolist() for row in range(leaf_row.max() + 1)]
+
+
+def segment_path(tree: PrefixTree, segment: int) -> list[int]:
+    """A segment and all above it."""
+    found = []
+    while segment >= 0:
+        found.append(segment)
+        segment = int(tree.parent[segment])
+    return found
+
+
+def row_sizes(tree: PrefixTree, leaf_row: Any) -> list[int]:
+    """Tokens of every row, by the segments on the paths of its leaves; no row is without leaves."""
+    held = [{at for leaf in row for at in segment_path(tree, leaf)} for row in leaves_by_row(tree, leaf_row)]
+    assert all(held)
+    return [sum(int(tree.length[segment]) for segment in segments) for segments in held]
 
 
 def tree_segments(sequences: Sequence[Path], min_shared_tokens: int) -> dict[Segment, Segment | None]:

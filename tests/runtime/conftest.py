@@ -1,7 +1,41 @@
 """What the tests of this folder share."""
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
 from hypothesis import settings
 
 # How long an example takes says nothing: the first one may import torch, and cores may be busy.
 settings.register_profile("tree_compile", deadline=None)
 settings.load_profile("tree_compile")
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def module_of(file: Path) -> ModuleType:
+    """The module in a file that is on no path."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def workloads(shared: Path) -> ModuleType:
+    """The families of batches."""
+    return module_of(shared / "workloads.py")
+
+
+@pytest.fixture(scope="session")
+def seed_rule() -> ModuleType:
+    """The published rule in plain Python."""
+    return module_of(BENCHMARKS / "seed_rule.py")
+
+
+@pytest.fixture(scope="session")
+def exact_rows() -> ModuleType:
+    """The fewest rows by a solver."""
+    return module_of(BENCHMARKS / "exact_rows.py")

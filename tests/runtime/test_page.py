@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.runtime.batches import batches
 from tree_compile.runtime.page import plan_page
-from tree_compile.runtime.plan import Plan, plan_rows
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows
 
 FULL = 930
 REST = ("room", "padding")

@@ -5,14 +5,16 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.batches import ancestors, batches, chain, ranges_touch
 from tests.runtime.pages import run_page
 from tree_compile.errors import PlanError
-from tree_compile.runtime.layout import SEGMENT_COLUMNS
-from tree_compile.runtime.plan import Plan, plan_rows
+from tree_compile.runtime.layout import END, PARENT, SEGMENT_COLUMNS
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows
 
 ROOM = st.one_of(st.none(), st.integers(0, 8))
 MIN_SHARED = st.integers(1, 4)
@@ -89,7 +91,7 @@ def test_segment_table_agrees_with_the_tokens(sequences, room, min_shared_tokens
             assert start == end_before < end
             assert set(row.subtree_end[start:end].tolist()) == {subtree_end}
             assert row.position[start:end].tolist() == list(range(position, position + end - start))
-            assert row.parent[start] == (row.segments[parent, 1] - 1 if parent >= 0 else -1)
+            assert row.parent[start] == (row.segments[parent, END] - 1 if parent >= 0 else -1)
             end_before = end
         assert end_before == row.length
 
@@ -97,7 +99,7 @@ def test_segment_table_agrees_with_the_tokens(sequences, room, min_shared_tokens
 @given(batches(), ROOM, MIN_SHARED)
 def test_no_segment_has_a_single_child(sequences, room, min_shared_tokens):
     for row in plan_rows(sequences, limit(sequences, room), min_shared_tokens).rows:
-        parents = row.segments[:, 3]
+        parents = row.segments[:, PARENT]
         assert 1 not in np.bincount(parents[parents >= 0])
 
 
@@ -190,10 +192,15 @@ def test_row_of_an_unknown_sequence_is_refused(sequence):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"pad_rows": True}, "pad_rows=True needs row_tokens"),
+        ({"pad_rows": True}, "row_tokens is None; it must be the length to pad to"),
         ({"row_tokens": 0}, "row_tokens is 0"),
         ({"row_tokens": 1.5}, "row_tokens is 1.5"),
         ({"min_shared_tokens": 0}, "min_shared_tokens is 0"),
+        ({"row_tokens": -1}, "row_tokens is -1; it must be a whole number of at least 1"),
+        ({"plan_seconds": -1}, "plan_seconds is -1; it must be a number of 0 or more"),
+        ({"plan_seconds": float("nan")}, "plan_seconds is nan"),
+        ({"plan_seconds": "soon"}, "plan_seconds is 'soon'"),
+        ({"plan_attempts": 0.5}, "plan_attempts is 0.5"),
         ({"objective": "speed"}, "'speed'; it must be one of 'rows', 'tokens'"),
     ],
 )
@@ -341,7 +348,7 @@ def test_plan_of_one_row_is_that_row(sequences, room, min_shared_tokens):
         (copy,) = alone.rows
         assert copy.segments.tolist() == row.segments.tolist()
         assert copy.tokens.tolist() == row.tokens.tolist()
-        assert alone.tree.subtree.max() == len(row.segments)
+        assert alone.tree.subtree_end.max() == len(row.segments)
         for place, i in enumerate(row.sequence_ids):
             assert copy.tokens[copy.path(place)].tolist() == sequences[i]
         assert pickle.loads(pickle.dumps(alone)).with_sequences([sequences[i] for i in row.sequence_ids])
@@ -366,12 +373,47 @@ def test_duplicates_have_trainable_tokens_of_their_own():
     assert plan.rows[0].tokens.tolist() == [1, 2, 3, 2, 3, 2, 3]
 
 
+MARKS = {
+    "bools": [False, True],
+    "bool_array": np.array([False, True]),
+    "weights": np.array([0.0, 0.5]),
+    "tensor": torch.tensor([0, 1]),
+    "bool_tensor": torch.tensor([False, True]),
+    "half_tensor": torch.tensor([0, 0.5], dtype=torch.bfloat16),
+    "tensor_with_a_gradient": torch.tensor([0, 0.5], requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("marks", MARKS.values(), ids=MARKS)
+def test_trainable_may_be_any_kind_of_numbers(marks):
+    plan = plan_rows([[1, 2], [1, 2]], min_shared_tokens=1, share="context", trainable=[marks, marks])
+    assert plan.packed_tokens == 4
+
+
+class OnADevice(torch.Tensor):
+    """A tensor whose numbers NumPy cannot reach before it is on the CPU."""
+
+    def __array__(self, *_):
+        raise TypeError("can't convert device tensor to numpy")
+
+
+def test_trainable_may_be_a_tensor_on_a_device():
+    marks = torch.tensor([0, 1]).as_subclass(OnADevice)
+    plan = plan_rows([[1, 2], [1, 2]], min_shared_tokens=1, share="context", trainable=[marks, marks])
+    assert plan.packed_tokens == 4
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"share": "some"}, "share is 'some'"),
-        ({"share": "context"}, "needs trainable"),
-        ({"share": "context", "trainable": [[1]]}, "does not fit"),
+        ({"share": "context"}, "trainable is None; it must be"),
+        ({"trainable": [[0, 1]]}, 'share is "all"; it must be "context"'),
+        ({"share": "context", "trainable": [[1]]}, "does not fit sequence 0"),
+        ({"share": "context", "trainable": [[0, 1]] * 2}, "trainable is for 2 sequences, and the batch has 1"),
+        ({"share": "context", "trainable": 1}, "trainable is a int, not a list"),
+        ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType"),
+        ({"share": "context", "trainable": [["a", "b"]]}, "trainable of sequence 0 is of type <U1"),
     ],
 )
 def test_sharing_without_meaning_is_refused(options, error):
@@ -379,9 +421,8 @@ def test_sharing_without_meaning_is_refused(options, error):
         plan_rows([[1, 2]], **options)
 
 
-def test_published_table_is_reproduced(shared, monkeypatch):
-    monkeypatch.syspath_prepend(str(shared))
-    sequences, row_tokens = __import__("workloads").seed_example()
+def test_published_table_is_reproduced(workloads):
+    sequences, row_tokens = workloads.seed_example()
     own = [2_000] * 16 + [12_000] * 8 + [7_000] * 8
     trainable = [np.arange(len(s)) >= len(s) - count for s, count in zip(sequences, own, strict=True)]
     plan = plan_rows(sequences, row_tokens, share="context", trainable=trainable)

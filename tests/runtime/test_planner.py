@@ -1,15 +1,14 @@
-"""Rows that are given out while sequences arrive, and what batches would take."""
+"""Rows that are given out while sequences arrive."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches
-from tree_compile.errors import PayloadError, SequenceTooLongError
-from tree_compile.runtime.estimate import estimate
-from tree_compile.runtime.plan import plan_rows
+from tests.runtime.batches import batches, groups
+from tree_compile.errors import InputError, PayloadError, SequenceTooLongError
 from tree_compile.runtime.planner import Planner
+from tree_compile.runtime.planning import plan_rows
 
 
 def added(planner, sequences):
@@ -21,21 +20,17 @@ def test_every_sequence_is_given_out_once_and_fits(sequences, room, waiting, min
     row_tokens = max(map(len, sequences)) + room
     planner = Planner(row_tokens, min_shared_tokens, rows_waiting=waiting, plan_seconds=0)
     rows = added(planner, sequences) + planner.flush()
-    assert sorted(i for row in rows for i in row.numbers) == list(range(len(sequences)))
+    assert sorted(i for row in rows for i in row.sequence_ids) == list(range(len(sequences)))
     assert planner.waiting == ()
     for ready in rows:
         (row,) = ready.plan.rows
         assert row.length <= row_tokens
-        for place, i in enumerate(ready.numbers):
+        for place, i in enumerate(ready.sequence_ids):
             assert row.tokens[row.path(place)].tolist() == sequences[i]
 
 
-def groups(count, rng):
-    return [np.append(np.full(70, group), rng.integers(0, 9, 30)) for group in range(count) for _ in range(8)]
-
-
 def test_full_rows_are_given_out_early_and_cost_little():
-    sequences = groups(60, np.random.default_rng(0))
+    sequences = groups(60)
     planner = Planner(1_000, rows_waiting=6)
     early = added(planner, sequences)
     late = planner.flush()
@@ -46,7 +41,7 @@ def test_full_rows_are_given_out_early_and_cost_little():
 
 def test_no_sequence_waits_longer_than_it_may():
     planner = Planner(1_000, rows_waiting=50, longest_wait=7)
-    for number, sequence in enumerate(groups(10, np.random.default_rng(0))):
+    for number, sequence in enumerate(groups(10)):
         planner.add(sequence)
         assert all(number - waiting < 7 for waiting in planner.waiting)
 
@@ -61,50 +56,55 @@ def test_payloads_are_given_out_with_their_tokens():
 
 def test_sequence_that_is_too_long_is_refused_when_it_is_added():
     planner = Planner(4)
-    with pytest.raises(SequenceTooLongError, match="5 tokens"):
+    with pytest.raises(SequenceTooLongError, match="Sequence 0 has 5 tokens"):
         planner.add([1] * 5)
     assert planner.waiting == ()
 
 
-@pytest.mark.parametrize("options", [{"rows_waiting": 1}, {"full": 0}, {"full": 1.1}, {"longest_wait": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"row_tokens": None},
+        {"row_tokens": 0},
+        {"min_shared_tokens": 0},
+        {"rows_waiting": 1},
+        {"rows_waiting": 2.5},
+        {"longest_wait": -1},
+        {"plan_seconds": -1},
+        {"plan_seconds": None},
+    ],
+)
 def test_option_without_meaning_is_refused(options):
-    with pytest.raises(ValueError, match="must be"):
-        Planner(8, **options)
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be"):
+        Planner(**{"row_tokens": 8, **options})
 
 
-# Estimates
+@pytest.mark.parametrize("rows_waiting", [2, 4])
+@pytest.mark.parametrize("length", [60, 34, 51, 100])
+def test_no_more_waits_than_it_may_where_no_row_gets_full(rows_waiting, length):
+    planner = Planner(100, 1, rows_waiting=rows_waiting, plan_seconds=0)
+    for number in range(200):
+        planner.add([number] * length)
+        assert len(planner.waiting) * length <= rows_waiting * 100
 
 
-def test_estimate_of_a_whole_pool_is_its_plan():
-    pool = groups(12, np.random.default_rng(0))
-    plan = plan_rows(pool, 700, plan_attempts=2_000)
-    (found,) = estimate(pool, [700])
-    assert (found.rows, found.packed_tokens) == ((len(plan.rows),), (plan.packed_tokens,))
-    assert found.fill == plan.packed_tokens / (700 * len(plan.rows))
+def test_refused_sequence_is_named_by_its_number_and_may_be_left_out():
+    planner = Planner(4, 1)
+    planner.add([1])
+    for wrong, what in [([], "is empty"), ([1, -1], "token id -1"), ([1.5], "is of type"), ([2] * 5, "has 5 tokens")]:
+        with pytest.raises(InputError, match=f"Sequence 1 .*{what}"):
+            planner.add(wrong)
+    planner.add([2])
+    assert [row.sequence_ids for row in planner.flush()] == [(0, 1)]
 
 
-def test_estimate_draws_whole_groups_for_every_row_length():
-    pool = groups(12, np.random.default_rng(0))
-    names = [number // 8 for number in range(len(pool))]
-    found = estimate(pool, [500, 1_000], groups=names, group_counts=[3, 6], samples=4)
-    assert [(e.row_tokens, e.groups) for e in found] == [(500, 3), (1_000, 3), (500, 6), (1_000, 6)]
-    assert all(e.sequences == (8 * e.groups,) * 4 for e in found)
-    assert found[0].input_tokens == found[1].input_tokens
-    assert all(bound <= rows for e in found for bound, rows in zip(e.row_bounds, e.rows, strict=True))
-    assert estimate(pool, [500, 1_000], groups=names, group_counts=[3, 6], samples=4) == found
-
-
-def test_estimates_print_as_a_table():
-    lines = str(estimate(groups(4, np.random.default_rng(0)), [500, 1_000], group_counts=[8, 16])).splitlines()
-    assert len(lines) == 5
-    assert len(set(map(len, lines))) == 1
-    assert lines[0].split()[:2] == ["row", "tokens"]
-
-
-@pytest.mark.parametrize("options", [{"group_counts": [0]}, {"group_counts": [33]}, {"groups": [1]}])
-def test_size_without_meaning_is_refused(options):
-    with pytest.raises(ValueError, match="group"):
-        estimate(groups(4, np.random.default_rng(0)), [500], **options)
+def test_inputs_of_a_refused_sequence_are_not_those_of_the_next():
+    planner = Planner(4, 1)
+    with pytest.raises(InputError, match="has 5 tokens"):
+        planner.add({"input_ids": [1] * 5, "kind": [0] * 5})
+    planner.add([1, 2])
+    assert len(planner.flush()) == 1
 
 
 def test_sequence_of_other_inputs_is_refused_when_it_is_added():
@@ -121,9 +121,3 @@ def test_array_may_be_filled_again_after_it_was_added():
     planner.add(tokens)
     tokens[:] = 7
     assert planner.flush()[0].plan.rows[0].tokens.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("options", [{"samples": 0}, {"row_tokens": 500}, {"row_tokens": [None]}])
-def test_estimate_without_meaning_is_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        estimate(**{"pool": [[1, 2]], "row_tokens": [500], **options})

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.batches import batches
-from tree_compile.runtime.plan import plan_rows
+from tree_compile.runtime.planning import plan_rows
 
 SMALL = """\
 3 sequences: 24 tokens in, 20 computed (1.20x fewer)
@@ -67,5 +67,5 @@ def test_bound_is_left_out_without_a_row_length():
 
 
 def test_narrow_picture_is_refused():
-    with pytest.raises(ValueError, match="needs at least 60 columns"):
+    with pytest.raises(ValueError, match="it must be at least 60 columns"):
         plan_rows([[1, 2]]).render(59)

@@ -1,83 +1,57 @@
-"""Packing leaves into rows, and the bounds."""
+"""Packing leaves into rows."""
 
-import itertools
-import sys
 import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches, fewest, tree_segments
+from tests.runtime.batches import batches, chain, leaves_by_row, row_sizes, tree_of
 from tests.runtime.pages import run_page
 from tree_compile.errors import SequenceTooLongError
 from tree_compile.runtime.bounds import row_bounds
+from tree_compile.runtime.constructions import constructions
+from tree_compile.runtime.leaves import leaves_of
+from tree_compile.runtime.options import Budget
+from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.rows import pack_rows
-from tree_compile.runtime.sequences import as_batch
-from tree_compile.runtime.tree import build_prefix_tree
 
+ROOM = st.integers(0, 8)
 OBJECTIVES = st.sampled_from(["rows", "tokens"])
 
 
-def tree_of(sequences, min_shared_tokens=1):
-    return build_prefix_tree(as_batch(sequences), min_shared_tokens)
-
-
-def tokens_of(tree, leaves):
-    held = set()
-    for leaf in leaves:
-        segment = leaf
-        while segment >= 0:
-            held.add(segment)
-            segment = int(tree.parent[segment])
-    return sum(int(tree.length[segment]) for segment in held)
+def rows_of(tree, row_tokens):
+    return int(pack_rows(tree, row_tokens)[0].max()) + 1
 
 
 @given(batches(), st.integers(0, 8), st.integers(1, 4), OBJECTIVES)
 def test_every_leaf_is_in_one_row_that_fits(sequences, room, min_shared_tokens, objective):
     row_tokens = max(map(len, sequences)) + room
     tree = tree_of(sequences, min_shared_tokens)
-    rows = pack_rows(tree, row_tokens, objective)[0]
-    assert sorted(itertools.chain(*rows)) == tree.leaves.tolist()
-    assert all((np.diff(row) > 0).all() for row in rows)
-    assert all(tokens_of(tree, row) <= row_tokens for row in rows)
+    leaf_row = pack_rows(tree, row_tokens, objective)[0]
+    assert len(leaf_row) == len(tree.leaves)
+    assert max(row_sizes(tree, leaf_row)) <= row_tokens
 
 
-@given(batches(most=6), st.integers(0, 8), st.integers(1, 4))
-def test_bounds_are_not_above_the_best_packing(sequences, room, min_shared_tokens):
-    row_tokens = max(map(len, sequences)) + room
-    best_rows, best_tokens = fewest(tree_segments([*map(tuple, sequences)], min_shared_tokens), row_tokens)
-    rows, tokens = row_bounds(tree_of(sequences, min_shared_tokens), row_tokens)
-    assert rows <= best_rows
-    assert tokens <= best_tokens
-
-
-def test_bounds_count_the_copies_of_a_shared_segment():
-    # 3 tokens, then 5 leaves of 2: a row of 7 holds the shared tokens and two leaves.
-    tree = tree_of([[0, 0, 0, leaf, leaf] for leaf in range(1, 6)])
-    assert row_bounds(tree, 7) == (3, 3 * 3 + 5 * 2)
-    assert len(pack_rows(tree, 7)[0]) == 3
-
-
-def test_bounds_reach_through_the_tree():
-    # Each prompt alone needs two rows, since its three answers do not fit beside it.
-    tree = tree_of([[prompt] * 4 + [answer] * 2 for prompt in (1, 2) for answer in (3, 4, 5)])
-    assert row_bounds(tree, 8) == (4, 2 * (2 * 4 + 3 * 2))
+@given(batches(), st.integers(0, 8), OBJECTIVES)
+def test_rows_are_numbered_by_their_first_leaves(sequences, room, objective):
+    leaf_row = pack_rows(tree_of(sequences), max(map(len, sequences)) + room, objective)[0].tolist()
+    assert list(dict.fromkeys(leaf_row)) == list(range(max(leaf_row) + 1))
 
 
 def test_one_row_without_a_limit():
     tree = tree_of([[1, 2], [1, 3], [4]])
-    assert [row.tolist() for row in pack_rows(tree, None)[0]] == [tree.leaves.tolist()]
+    assert leaves_by_row(tree, pack_rows(tree, None)[0]) == [tree.leaves.tolist()]
     assert row_bounds(tree, None) == (1, 4)
 
 
 def test_sequence_as_long_as_a_row_fits():
-    assert len(pack_rows(tree_of([[1] * 9, [2]]), 9)[0]) == 2
+    assert rows_of(tree_of([[1] * 9, [2]]), 9) == 2
 
 
 def test_too_long_sequence_is_named():
-    with pytest.raises(SequenceTooLongError, match="sequence 1 has 9 tokens, more than row_tokens=8"):
+    with pytest.raises(SequenceTooLongError, match="Sequence 1 has 9 tokens, and row_tokens is 8"):
         pack_rows(tree_of([[1] * 8, [2] * 9, [3] * 10]), 8)
 
 
@@ -88,26 +62,19 @@ def test_too_long_sequence_error_says_what_would_do():
 
 def test_equal_additions_go_to_the_fullest_row():
     tree = tree_of([[size] * size for size in (6, 5, 4, 3, 2)])
-    assert [tokens_of(tree, row) for row in pack_rows(tree, 10)[0]] == [10, 10]
+    assert row_sizes(tree, pack_rows(tree, 10)[0]) == [10, 10]
 
 
 def test_least_marginal_cost_keeps_siblings_together():
     # Interleaved prompts: the tightest fit would put two prompts and one answer of each into every row.
     prompts = [[1] * 30, [2] * 30, [3] * 29]
     sequences = [[*prompt, 10 + answer] for answer in range(30) for prompt in prompts]
-    assert len(pack_rows(tree_of(sequences), 60)[0]) == 3
-
-
-@pytest.fixture
-def workloads(shared, monkeypatch):
-    monkeypatch.syspath_prepend(str(shared))
-    yield __import__("workloads")
-    sys.modules.pop("workloads")
+    assert rows_of(tree_of(sequences), 60) == 3
 
 
 def test_published_example_takes_two_rows(workloads):
     sequences, row_tokens = workloads.seed_example()
-    assert len(pack_rows(tree_of(sequences, 64), row_tokens)[0]) == 2
+    assert rows_of(tree_of(sequences, 64), row_tokens) == 2
 
 
 @pytest.mark.parametrize(
@@ -124,14 +91,14 @@ def test_rows_are_near_the_bound(workloads, family, over):
     sequences, row_tokens = workloads.FAMILIES[family]()
     tree = tree_of(sequences, 64)
     bound, _ = row_bounds(tree, row_tokens)
-    assert bound <= len(pack_rows(tree, row_tokens)[0]) <= over * bound
+    assert bound <= rows_of(tree, row_tokens) <= over * bound
 
 
 @pytest.mark.parametrize(("objective", "sizes"), [("rows", [6, 6]), ("tokens", [3, 4, 4])])
 def test_objective_weighs_rows_against_tokens(objective, sizes):
     # Two rows only hold all if the token that [2, 2, 2] and [2, 1] share is in both.
     tree = tree_of([[0, 0, 1], [2, 2, 2], [2, 1], [1, 1, 1, 1]])
-    assert sorted(tokens_of(tree, row) for row in pack_rows(tree, 6, objective)[0]) == sizes
+    assert sorted(row_sizes(tree, pack_rows(tree, 6, objective)[0])) == sizes
 
 
 def test_10000_leaves_are_packed_in_seconds():
@@ -141,10 +108,95 @@ def test_10000_leaves_are_packed_in_seconds():
     ]
     tree = tree_of(sequences, 64)
     begin = time.perf_counter()
-    rows, _ = pack_rows(tree, 1_200)
+    rows = rows_of(tree, 1_200)
     assert time.perf_counter() - begin < 10
     # A group has 100 + 10 x 20 tokens, so that four fill a row.
-    assert len(rows) == row_bounds(tree, 1_200)[0] == 250
+    assert rows == row_bounds(tree, 1_200)[0] == 250
+
+
+def test_budget_of_attempts_gives_the_same_rows_each_time():
+    random = np.random.default_rng(0)
+    sequences = [
+        np.append(np.full(40, group), random.integers(0, 99, random.integers(1, 60)))
+        for group in range(9)
+        for _ in range(9)
+    ]
+    packed = [pack_rows(tree_of(sequences), 150, budget=Budget(attempts=500))[0] for _ in range(2)]
+    assert packed[0].tolist() == packed[1].tolist()
+
+
+def test_no_budget_takes_the_best_construction_and_a_budget_improves_it():
+    random = np.random.default_rng(0)
+    sequences = [
+        np.append(np.full(30, group), random.integers(0, 99, random.integers(1, 90)))
+        for group in range(9)
+        for _ in range(9)
+    ]
+    tree = tree_of(sequences)
+    leaves = leaves_of(tree)
+    found = [row_sizes(tree, row_of) for row_of in constructions(tree, leaves, 170)]
+    best = min((len(used), sum(used)) for used in found)
+
+    def result(attempts):
+        used = row_sizes(tree, pack_rows(tree, 170, budget=Budget(attempts=attempts))[0])
+        return len(used), sum(used)
+
+    assert result(0) == best
+    assert result(3_000) < best
+
+
+@given(batches(most=8), ROOM)
+def test_row_without_one_of_its_sequences_still_fits(sequences, room):
+    row_tokens = max(map(len, sequences)) + room
+    plan = plan_rows(sequences, row_tokens, 1, plan_attempts=50)
+    for row in plan.rows:
+        for left_out in row.sequence_ids:
+            rest = [sequences[i] for i in row.sequence_ids if i != left_out]
+            if rest:
+                alone = plan_rows(rest, None, 1)
+                assert alone.packed_tokens <= row.length <= row_tokens
+
+
+def test_100000_duplicates_are_one_row():
+    plan = plan_rows([np.arange(50)] * 100_000, 64)
+    assert (len(plan.rows), plan.packed_tokens) == (1, 50)
+    assert len(plan.rows[0].sequence_ids) == 100_000
+
+
+def test_one_token_sequences_fill_rows():
+    plan = plan_rows([[token] for token in range(1_000)], 64)
+    assert len(plan.rows) == plan.row_bound == 16
+
+
+def test_sequences_as_long_as_a_row_have_rows_of_their_own():
+    plan = plan_rows([[token] * 32 for token in range(50)], 32)
+    assert [row.length for row in plan.rows] == [32] * 50
+
+
+@pytest.mark.parametrize("row_tokens", [5_001, 6_000])
+def test_deep_chain_is_packed(row_tokens):
+    plan = plan_rows([np.array(sequence, np.int16) for sequence in chain(5_000)], row_tokens, 1, plan_seconds=0)
+    assert plan.row_bound <= len(plan.rows)
+    assert max(row.length for row in plan.rows) <= row_tokens
+
+
+@settings(max_examples=300)
+@given(batches(most=14), ROOM)
+def test_rows_are_never_more_than_those_of_the_published_rule(seed_rule, sequences, room):
+    row_tokens = max(map(len, sequences)) + room
+    distinct = [list(sequence) for sequence in dict.fromkeys(map(tuple, sequences))]
+    alone = [s for s in distinct if not any(s != other and s == other[: len(s)] for other in distinct)]
+    paths = seed_rule.walk(alone, [len(s) for s in alone], 1)
+    rows = seed_rule.place(paths, seed_rule.groups_of(paths), row_tokens)
+    plan = plan_rows(alone, row_tokens, 1, plan_seconds=0)
+    assert (len(plan.rows), plan.packed_tokens) <= (len(rows), sum(row.tokens for row in rows))
+
+
+def test_fewest_tokens_may_take_more_rows():
+    sequences = [[1, 1, 2, 2], [1, 1, 3, 3], [4] * 6, [5] * 6]
+    plan = plan_rows(sequences, 10, 1, "tokens", plan_attempts=500)
+    assert plan.packed_tokens == plan.token_bound == 18
+    assert len(plan_rows(sequences, 10, 1, plan_attempts=500).rows) == 2
 
 
 def test_page_is_right():

@@ -74,7 +74,7 @@ def test_empty_input_is_refused(inputs):
 
 
 def test_empty_sequence_is_named():
-    with pytest.raises(EmptySequenceError, match="sequence 1 of input_ids is empty"):
+    with pytest.raises(EmptySequenceError, match="Sequence 1 of input_ids is empty"):
         as_batch([[1], [], [2]])
 
 
@@ -107,7 +107,7 @@ def test_what_is_not_tokens_is_refused(inputs):
 
 
 def test_wrong_type_names_the_sequence():
-    with pytest.raises(TokenTypeError, match="sequence 1 of input_ids is of type float64"):
+    with pytest.raises(TokenTypeError, match="Sequence 1 of input_ids is of type float64"):
         as_batch([[1], [1.5]])
 
 
@@ -133,7 +133,7 @@ def test_single_tensor_is_refused_with_the_way_out():
 
 @pytest.mark.parametrize("tokens", [[3, -1], np.array([2**63], np.uint64)], ids=["negative", "beyond_64_bits"])
 def test_token_out_of_range_is_refused(tokens):
-    with pytest.raises(TokenRangeError, match="sequence 1"):
+    with pytest.raises(TokenRangeError, match="Sequence 1"):
         as_batch([[1], tokens])
 
 
@@ -143,7 +143,7 @@ def test_negative_token_is_placed():
 
 
 def test_payload_of_another_length_is_refused():
-    with pytest.raises(PayloadError, match="sequence 1 has 1 values in kind and 2 in input_ids"):
+    with pytest.raises(PayloadError, match="Sequence 1 has 1 values in kind and 2 in input_ids"):
         as_batch({"input_ids": [[1], [2, 3]], "kind": [[0], [0]]})
 
 
@@ -153,7 +153,9 @@ def test_payload_with_a_missing_sequence_is_refused():
 
 
 def test_planning_does_not_import_torch():
-    code = "import sys, tree_compile.runtime.plan as p; p.plan_rows([[1, 2], [1, 3]]); print('torch' in sys.modules)"
+    code = (
+        "import sys, tree_compile.runtime.planning as p; p.plan_rows([[1, 2], [1, 3]]); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

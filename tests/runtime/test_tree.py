@@ -22,7 +22,7 @@ def as_segments(tree, sequences):
     return {name: names[above] if above >= 0 else None for name, above in zip(names, tree.parent.tolist(), strict=True)}
 
 
-# Tokens are compared in pieces of 256, 256, 512, ...: repeated tokens put the branches on their edges.
+# Tokens are compared in pieces of 64: tokens that are repeated 128 times put the branches on their edges.
 @given(batches(), st.integers(1, 5), st.sampled_from([1, 128]), st.lists(st.sampled_from("bhiqBHIQ"), min_size=1))
 def test_tree_has_the_segments_of_the_published_procedure(sequences, min_shared_tokens, repeat, types):
     arrays = [np.repeat(sequence, repeat).astype(types[i % len(types)]) for i, sequence in enumerate(sequences)]
@@ -50,7 +50,7 @@ def test_segments_are_in_pre_order(sequences, min_shared_tokens):
         for other in range(segment + 1, len(tree)):
             if parent[other] in below:
                 below.add(other)
-        assert below == set(range(segment, int(tree.subtree[segment])))
+        assert below == set(range(segment, int(tree.subtree_end[segment])))
 
 
 @given(batches(), st.integers(1, 4))
@@ -60,7 +60,7 @@ def test_sequence_ends_in_its_segment(sequences, min_shared_tokens):
         segment = tree.sequence_segment[i]
         assert tree.start[segment] < len(sequence) <= tree.end[segment]
         assert sequences[tree.source[segment]][: len(sequence)] == sequence
-        assert tree.leaves[tree.sequence_leaf[i]] in range(segment, tree.subtree[segment])
+        assert tree.leaves[tree.sequence_leaf[i]] in range(segment, tree.subtree_end[segment])
 
 
 @given(batches(most=16), st.integers(1, 3))

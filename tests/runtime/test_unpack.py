@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.batches import batches
 from tests.runtime.pages import run_page
-from tree_compile.runtime.plan import plan_rows
+from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.unpack import unpack_row
 
 TREE = [[1, 2, 3], [1, 2, 4, 5], [1, 2], [1, 2, 3]]

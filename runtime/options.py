@@ -1,0 +1,105 @@
+"""The options of a plan, and what is refused among them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["OBJECTIVES", "PLAN_SECONDS", "Budget", "Options", "check_choice", "check_count", "check_options"]
+
+OBJECTIVES = ("rows", "tokens")
+PLAN_SECONDS = 0.15
+"""How long rows are improved where nothing else is said."""
+_MOST = 2**62
+"""Greater counts mean the same, and sums with them would not fit in 64 bits."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long rows are improved.
+
+    Attributes:
+        seconds: until then, by the clock.
+        attempts: or for so many attempts, which gives the same rows on every machine; None for the clock.
+    """
+
+    seconds: float = PLAN_SECONDS
+    attempts: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan is made with: plain Python numbers, since compiled code is compiled anew for any other type.
+
+    Attributes:
+        row_tokens: the greatest number of tokens in a row; None for one row.
+        min_shared_tokens: the fewest tokens of a shared segment.
+        objective: one of `OBJECTIVES`.
+        pad_rows: whether rows are filled up to `row_tokens`.
+        budget: how long rows are improved.
+    """
+
+    row_tokens: int | None
+    min_shared_tokens: int
+    objective: str
+    pad_rows: bool
+    budget: Budget
+
+
+def check_options(
+    row_tokens: int | None,
+    min_shared_tokens: int,
+    objective: str = "rows",
+    pad_rows: bool = False,
+    plan_seconds: float = PLAN_SECONDS,
+    plan_attempts: int | None = None,
+) -> Options:
+    """The options of `plan_rows`, which has the same arguments, in the types that the planner computes with.
+
+    Raises:
+        ValueError: names the option that has no meaning.
+    """
+    if row_tokens is not None:
+        row_tokens = check_count("row_tokens", row_tokens, 1)
+    elif pad_rows:
+        raise ValueError("row_tokens is None; it must be the length to pad to where pad_rows is True")
+    min_shared_tokens = check_count("min_shared_tokens", min_shared_tokens, 1)
+    check_choice("objective", objective, OBJECTIVES)
+    return Options(row_tokens, min_shared_tokens, objective, bool(pad_rows), _budget(plan_seconds, plan_attempts))
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least` as a Python int that fits in 64 bits.
+
+    Raises:
+        ValueError: it is not one; names the option.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    return min(count, _MOST)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Refuses what is not one of the choices.
+
+    Raises:
+        ValueError: names the option and the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def _budget(seconds: Any, attempts: Any) -> Budget:
+    try:
+        is_right = seconds >= 0
+    except TypeError:
+        is_right = False
+    if not is_right:
+        raise ValueError(f"plan_seconds is {seconds!r}; it must be a number of 0 or more")
+    return Budget(float(seconds), None if attempts is None else check_count("plan_attempts", attempts, 0))

@@ -1,0 +1,106 @@
+"""Sequences -> plan: all stages, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tree_compile.errors import PayloadError, TokenTypeError
+from tree_compile.runtime.layout import lay_out
+from tree_compile.runtime.options import PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.rows import pack_rows
+from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenSequence, as_batch, as_mask
+from tree_compile.runtime.tree import build_prefix_tree
+
+__all__ = ["plan_rows", "warm_up"]
+
+_SHARES = ("all", "context")
+_MASK_HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
+
+
+def plan_rows(
+    sequences: Sequences,
+    row_tokens: int | None = None,
+    min_shared_tokens: int = 64,
+    objective: str = "rows",
+    pad_rows: bool = False,
+    *,
+    share: str = "all",
+    trainable: Iterable[TokenSequence] | None = None,
+    plan_seconds: float = PLAN_SECONDS,
+    plan_attempts: int | None = None,
+) -> Plan:
+    """Plans the rows in which a batch of sequences is computed.
+
+    How far rows are improved in `plan_seconds` depends on the clock, so that two processes that plan the same batch may
+    get different rows. Plan once and send the plan, or use `plan_attempts`, where all have to compute the same rows.
+
+    Args:
+        sequences: a list of sequences, or a dict of such lists for tokens with payloads: see `as_batch`. Arrays and
+            CPU tensors are not copied: they have to stay as they are until the tokens of the rows have been read.
+        row_tokens: the greatest number of tokens in a row; None puts the whole batch in one row.
+        min_shared_tokens: shared segments with fewer tokens are copied to their children instead.
+        objective: "rows" for the fewest rows, then the fewest tokens; "tokens" for the fewest tokens, then even rows.
+        pad_rows: fill every row up to `row_tokens` with tokens that nobody reads.
+        share: "all" shares every common prefix; "context" shares it up to, and without, the token before the first
+            trainable one, so that each sequence has its own copy of all that a loss reads.
+        trainable: for `share="context"`, per sequence one bool or number per token, not 0 where it is trained on.
+        plan_seconds: how long rows are improved; 0 takes the best construction.
+        plan_attempts: improve for so many attempts instead, which gives the same rows on every machine.
+
+    Raises:
+        InputError: the sequences are not usable; `as_batch` and `pack_rows` list the cases. Or `trainable` is not.
+        ValueError: an option has no meaning.
+    """
+    options = check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
+    _check_share(share, trainable)
+    batch = as_batch(sequences)
+    limits = None if trainable is None else _limits(batch, trainable)
+    tree = build_prefix_tree(batch, options.min_shared_tokens, limits)
+    leaf_row, bounds = pack_rows(tree, options.row_tokens, options.objective, options.budget)
+    return Plan(batch, tree, lay_out(tree, leaf_row), options.row_tokens, options.pad_rows, *bounds)
+
+
+def _check_share(share: str, trainable: object) -> None:
+    check_choice("share", share, _SHARES)
+    if share == "context" and trainable is None:
+        raise ValueError('trainable is None; it must be one value per token where share is "context"')
+    if share == "all" and trainable is not None:
+        raise ValueError('share is "all"; it must be "context" where trainable is given')
+
+
+def _limits(batch: Batch, trainable: Any) -> IntArray:
+    """Tokens that others may share: those before the one that predicts the first trainable token."""
+    masks = _masks(trainable)
+    if len(masks) != len(batch):
+        raise _misfit(f"trainable is for {len(masks)} sequences, and the batch has {len(batch)}.")
+    for i, (mask, length) in enumerate(zip(masks, batch.lengths.tolist(), strict=True)):
+        if mask.shape != (length,):
+            raise _misfit(f"trainable does not fit sequence {i}: it is of shape {mask.shape}, not {(length,)}.")
+    first = [int(mask.argmax()) if mask.any() else len(mask) + 1 for mask in masks]
+    return np.maximum(np.array(first) - 1, 0)
+
+
+def _masks(trainable: Any) -> list[np.ndarray]:
+    if not isinstance(trainable, Iterable) or isinstance(trainable, str | bytes):
+        raise TokenTypeError(
+            f"trainable is a {type(trainable).__name__}, not a list of one list per sequence.",
+            why="it says of each token whether it is trained on.",
+            hint=_MASK_HINT,
+        )
+    return [as_mask(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
+
+
+def _misfit(what: str) -> PayloadError:
+    return PayloadError(what, why="trainable has one value for every token of every sequence.", hint=_MASK_HINT)
+
+
+def warm_up() -> None:
+    """Loads what numba has compiled, or compiles it when it is first used on a machine, so that no step waits."""
+    for dtype in (np.int64, np.int32):
+        # The best construction is above the bound, so that rows are reopened.
+        sequences = [np.array([first] * 3 + [last] * 2, dtype) for first in range(3) for last in (7, 8, 9)]
+        plan_rows(sequences, 8, 1, plan_attempts=1).with_sequences(sequences)

@@ -1,0 +1,158 @@
+"""What one forward pass computes: where every token of its sequences lies."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tree_compile.errors import PlanError
+from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END
+from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
+
+__all__ = ["Row"]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One forward pass: some sequences, laid out as a tree in depth-first pre-order.
+
+    T is the number of tokens with padding. Token k is token q or an ancestor of it exactly when
+    `k <= q < subtree_end[k]`.
+
+    Attributes:
+        batch: the sequences of the plan, or None where the plan is without them.
+        segments: int64 [S, 5], the segments of this row in pre-order, columns start, end, subtree_end, parent and
+            position. The first three are row indices; parent is an index into this table, -1 at a root; position is
+            that of the first token. Padding is in no segment.
+        source: for each segment a sequence that holds its tokens, int64 [S].
+        sequence_ids: which N sequences of the batch the row holds, ascending.
+        sequence_segment: for each of them the segment in which it ends, int64 [N].
+        sequence_length: for each of them its tokens, int64 [N].
+        padding: tokens at the end of the row that nobody reads.
+    """
+
+    batch: Batch | None
+    segments: IntArray
+    source: IntArray
+    sequence_ids: tuple[int, ...]
+    sequence_segment: IntArray
+    sequence_length: IntArray
+    padding: int = 0
+
+    @cached_property
+    def inputs(self) -> dict[str, IntArray]:
+        """One int64 array [T] per input; the tokens come first, then the payloads. Made when first asked for.
+
+        Raises:
+            PlanError: the plan is without its sequences.
+        """
+        if self.batch is None:
+            raise PlanError(
+                "The plan is without its sequences.",
+                why="a plan is saved and sent as integers only.",
+                hint="give them back: plan.with_sequences(sequences).",
+            )
+        return {name: self._gather(values) for name, values in self.batch.inputs.items()}
+
+    @property
+    def tokens(self) -> IntArray:
+        """Token ids, int64 [T]; 0 on padding.
+
+        Raises:
+            PlanError: the plan is without its sequences.
+        """
+        return next(iter(self.inputs.values()))
+
+    @property
+    def length(self) -> int:
+        """Tokens without padding."""
+        return int(self.segments[-1, END])
+
+    @cached_property
+    def position(self) -> IntArray:
+        """Index of each token in its own sequence, int64 [T]; 0 on padding."""
+        offset = self._per_token(self.segments[:, POSITION] - self.segments[:, START])
+        return self._padded(offset + np.arange(self.length), 0)
+
+    @cached_property
+    def parent(self) -> IntArray:
+        """Row index of the token before each token in its sequence, int64 [T]; -1 at roots and on padding."""
+        before = np.arange(-1, self.length - 1)
+        above = self.segments[:, PARENT]
+        before[self.segments[:, START]] = np.where(above < 0, -1, self.segments[above, END] - 1)
+        return self._padded(before, -1)
+
+    @cached_property
+    def subtree_end(self) -> IntArray:
+        """One past the last row index below each token's segment, int64 [T]; padding is below nothing."""
+        end = self._per_token(self.segments[:, SUBTREE_END])
+        return self._padded(end, np.arange(self.length, self.length + self.padding) + 1)
+
+    def path_ranges(self, sequence: int) -> list[tuple[int, int]]:
+        """The row indices of a sequence's tokens as ranges (start, end), in order.
+
+        Raises:
+            KeyError: the sequence is not in this row.
+        """
+        at = self._index(sequence)
+        segment, tokens = int(self.sequence_segment[at]), int(self.sequence_length[at])
+        start, _, _, _, position = self.segments[segment].tolist()
+        ranges = []
+        end = start + tokens - position
+        while segment >= 0:
+            segment = int(self._run_head[segment])
+            start, _, _, above, _ = self.segments[segment].tolist()
+            ranges.append((start, end))
+            segment, end = above, int(self.segments[above, END])
+        return ranges[::-1]
+
+    def path(self, sequence: int) -> IntArray:
+        """The row indices of a sequence's tokens, in order: int64 [len].
+
+        Raises:
+            KeyError: the sequence is not in this row.
+        """
+        return np.concatenate([np.arange(start, end) for start, end in self.path_ranges(sequence)])
+
+    @cached_property
+    def _run_head(self) -> IntArray:
+        """For each segment the first one of the path to it from which it is reached without a gap."""
+        index = np.arange(len(self.segments))
+        follows = self.segments[:, PARENT] == index - 1
+        return np.maximum.accumulate(np.where(follows, 0, index))
+
+    def _index(self, sequence: int) -> int:
+        at = bisect_left(self.sequence_ids, sequence)
+        if at == len(self.sequence_ids) or self.sequence_ids[at] != sequence:
+            raise KeyError(f"sequence {sequence} is not in this row, which holds {len(self.sequence_ids)} sequences")
+        return at
+
+    def _per_token(self, values: IntArray) -> IntArray:
+        return np.repeat(values, self.segments[:, END] - self.segments[:, START])
+
+    def _padded(self, values: IntArray, padding: int | IntArray) -> IntArray:
+        if not self.padding:
+            return values
+        padded = np.empty(self.length + self.padding, np.int64)
+        padded[: self.length] = values
+        padded[self.length :] = padding
+        return padded
+
+    def _gather(self, values: list[TokenArray]) -> IntArray:
+        parts = [
+            values[source][position : position + end - start]
+            for source, (start, end, _, _, position) in zip(self.source.tolist(), self.segments.tolist(), strict=True)
+        ]
+        return self._padded(np.concatenate(parts, dtype=np.int64), 0)
+
+    def __repr__(self) -> str:
+        return f"Row({self.length:,} tokens, {len(self.sequence_ids):,} sequences, {len(self.segments):,} segments)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A row is sent with its own tokens and without the other sequences of the batch."""
+        inputs = {} if self.batch is None else {"inputs": self.inputs}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs

@@ -238,9 +238,9 @@ class TreeModel(nn.Module):
         return not calm.rewritten.random
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
-        """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""
-        modes = state_of(self.unpacked).modes
-        for key in [key for key in self._programs if key[0] == input_names and key[1].modes == modes]:
+        """Keeps one program per mode and autocast: those of an earlier state of the model are of no use any more."""
+        now = state_of(self.unpacked)
+        for key in [key for key in self._programs if key[0] == input_names and key[1][:2] == now[:2]]:
             del self._programs[key]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.passes.attention import RewriteAttention
+from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
 from tree_compile.passes.draws import draws
 from tree_compile.passes.functional import Functionalize
@@ -26,7 +27,7 @@ from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.rehearsal import rehearse
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 CAPTURING = threading.RLock()
 
@@ -69,7 +70,7 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
     """
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
-    with CAPTURING, torch.inference_mode(False), torch.enable_grad():
+    with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
         rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
             captured = capture(unpacked, rehearsal.example)
@@ -111,6 +112,8 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     tables = RowTables(graph_module, statics)
     for graph_pass in (RewriteAttention(statics, tables), RewritePositions(statics, tables), ProveTokenAxis()):
         run_pass(graph_module, graph_pass, trail)
+    random = any(draws(node) for node in graph_module.graph.nodes)
+    run_pass(graph_module, KeepAutocastOff(), trail)
     trail.stages["rewritten"] = readable(graph_module)
     return Rewritten(
         graph_module,
@@ -121,7 +124,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         statics.proved_length,
         tables.has_pairs,
         _dtypes(graph_module.graph),
-        any(draws(node) for node in graph_module.graph.nodes),
+        random,
         trail,
     )
 

@@ -22,7 +22,7 @@ from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine
 from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
 from tree_compile.patches import replaced
 from tree_compile.state import first_difference, state_of
-from tree_compile.unpacked import Unpacked, device_of, own_random_numbers
+from tree_compile.unpacked import Unpacked, device_of, own_autocast_cache, own_random_numbers
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 _SHORT = (31, 29, 23, 19, 17, 13, 11, 7, 5, 3)
@@ -63,7 +63,7 @@ def grow(unpacked: Unpacked, tokens: int) -> None:
 
     A model that fails has no such cache; what it is told is then that the sequence is too long.
     """
-    with _untouched(unpacked.model), torch.inference_mode(False), torch.no_grad():
+    with _untouched(unpacked.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
         for length in (1 << (tokens - 1).bit_length(), tokens):
             ids = torch.zeros(1, length, dtype=torch.int64, device=unpacked.device)
             if _works(_Call(unpacked, tuple(ids.clone() for _ in unpacked.input_names))):

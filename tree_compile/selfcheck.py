@@ -20,7 +20,7 @@ from tree_compile.output import RowResult, TreeOutput
 from tree_compile.patches import replaced
 from tree_compile.programs import Program
 from tree_compile.runtime.plan import Plan, Row, plan_rows
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _GRADIENT_ROUNDING = 10
@@ -79,7 +79,7 @@ def compare(
     The loss of the gradients gives every output of every sequence a random weight of its own, so that the gradient
     of a shared token must be the sum over its sequences. Gradients of `parameters` are compared.
     """
-    with torch.set_grad_enabled(bool(parameters)):
+    with torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
         alone = _unpacked_side(unpacked, plan, program, weights, parameters)
     worst, gradient_difference = worst_gradient(packed.gradients, alone.gradients)
@@ -164,9 +164,11 @@ def _gradients(
     ]
     if not parameters or not terms:
         return {}
-    found = torch.autograd.grad(
-        torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
-    )
+    # Autocast around a backward pass would cast once more, which nobody trains with.
+    with torch.autocast(terms[0].device.type, enabled=False):
+        found = torch.autograd.grad(
+            torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
     return dict(zip(parameters, found, strict=True))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tree_compile.patches import original_of
+from tree_compile.unpacked import device_of
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
@@ -49,11 +50,13 @@ class State(NamedTuple):
 
     Attributes:
         modes: for every module, whether it trains.
+        ambient: the settings of torch around the call: autocast and the default dtype.
         entries: path, name and value of hooks, parameters, buffers, and of the settings of modules, of their classes,
             of the objects in them, and of the user's own functions.
     """
 
     modes: tuple[bool, ...]
+    ambient: tuple[Entry, ...]
     entries: tuple[Entry, ...]
 
 
@@ -63,12 +66,18 @@ def state_of(model: nn.Module) -> State:
     reader.read_module("", model)
     for name in ("forward", "forward_pre", "backward", "backward_pre"):
         reader.read_hooks("hooks of all modules", getattr(nn.modules.module, f"_global_{name}_hooks"))
-    return State(tuple(reader.modes), tuple(reader.entries))
+    return State(tuple(reader.modes), tuple(_ambient(device_of(model).type)), tuple(reader.entries))
+
+
+def _ambient(device: str) -> Iterator[Entry]:
+    yield "torch", "get_default_dtype()", torch.get_default_dtype()
+    yield "torch", "autocast", torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def first_difference(before: State, after: State) -> str | None:
     """Name of the first entry in which two states differ."""
-    for old, new in itertools.zip_longest(before.entries, after.entries):
+    entries = ((*state.ambient, *state.entries) for state in (before, after))
+    for old, new in itertools.zip_longest(*entries):
         if old != new:
             path, name, _ = new or old
             return f"{path}.{name}".strip(".")

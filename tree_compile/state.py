@@ -187,15 +187,13 @@ class _Reader:
             return
         self._seen[id(kind)] = (len(self._seen), kind)
         self.entries.append((path, "forward", _Same(getattr(kind, "forward", None))))
-        for base in kind.__mro__:
-            if base is nn.Module or base is object:
-                break
-            if not (base.__module__ == "torch" or base.__module__.startswith("torch.")):
-                self._read_own_class(base, _is_users_class(base))
+        for base in kind.__mro__[:-1]:
+            is_users = _is_users_class(base)
+            is_torchs = base.__module__ == "torch" or base.__module__.startswith("torch.")
+            if is_users or (issubclass(kind, nn.Module) and not is_torchs):
+                self._read_own_class(base, is_users)
 
     def _read_own_class(self, kind: type, is_users: bool) -> None:
-        if not is_users and not issubclass(kind, nn.Module) and not _is_mixin(kind):  # type: ignore[arg-type]
-            return
         path = kind.__qualname__
         for name, found in tuple(vars(kind).items()):
             value = original_of(found)
@@ -345,9 +343,3 @@ def _is_users_class(kind: Any) -> bool:
 
 def _is_others_class(value: Any) -> bool:
     return isinstance(value, type) and not _is_users_class(value)
-
-
-@functools.cache
-def _is_mixin(kind: Any) -> bool:
-    """Whether it is a base of modules that is no module itself."""
-    return any(issubclass(below, nn.Module) for below in kind.__subclasses__())

@@ -70,7 +70,14 @@ class Doubled(nn.Module):
         return x * 2
 
 
-class WithClass(Tiny):
+class Factor:
+    more = 1.0
+
+    def factor(self):
+        return self.more
+
+
+class WithClass(Tiny, Factor):
     by = 2.0
 
     def scaled(self, x):
@@ -93,7 +100,7 @@ NUMBERS = {"by": 2.0}
 
 
 def step(model, x, ids):
-    return model.scaled(model.project[0](x)) * NUMBERS["by"] * Slotted.__dict__.get("more", 1)
+    return model.scaled(model.project[0](x)) * model.factor() * NUMBERS["by"] * Slotted.__dict__.get("more", 1)
 
 
 def swap_parametrization(model):
@@ -102,6 +109,8 @@ def swap_parametrization(model):
 
 CHANGES = {
     "class attribute": lambda model: setattr(WithClass, "by", WithClass.by + 1),
+    "attribute of a class behind nn.Module": lambda model: setattr(Factor, "more", Factor.more + 1),
+    "method of a class behind nn.Module": lambda model: setattr(Factor, "factor", lambda self: 7),
     "method of the class": lambda model: setattr(WithClass, "scaled", lambda self, x: x * 5),
     "class of the model": lambda model: setattr(model, "__class__", Other),
     "attribute of a hook": lambda model: setattr(model.hook, "by", 3.0),

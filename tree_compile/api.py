@@ -196,12 +196,12 @@ class TreeModel(nn.Module):
             return self._programs[key]
 
     def _current(self, input_names: tuple[str, ...]) -> tuple[_Key, Program]:
-        key = (input_names, state_of(self.unpacked))
+        key = (input_names, state_of(self.unpacked, self._keywords))
         if key not in self._programs:
             self._forget(input_names)
             program = self._make(self._unpacked(input_names))
             # The first calls of a model may fill caches.
-            key = (input_names, state_of(self.unpacked))
+            key = (input_names, state_of(self.unpacked, self._keywords))
             self._programs[key] = program
         return key, self._programs[key]
 
@@ -239,7 +239,7 @@ class TreeModel(nn.Module):
 
     def _forget(self, input_names: tuple[str, ...]) -> None:
         """Keeps one program per mode and autocast: those of an earlier state of the model are of no use any more."""
-        now = state_of(self.unpacked)
+        now = state_of(self.unpacked, self._keywords)
         for key in [key for key in self._programs if key[0] == input_names and key[1][:2] == now[:2]]:
             del self._programs[key]
 

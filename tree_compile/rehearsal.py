@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
 from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
 from tree_compile.patches import replaced
-from tree_compile.state import first_difference, state_of
+from tree_compile.state import State, first_difference, state_of
 from tree_compile.unpacked import Unpacked, device_of, own_autocast_cache, own_random_numbers
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
@@ -123,6 +123,9 @@ class _Call:
     @property
     def model(self) -> nn.Module:
         return self.unpacked.model
+
+    def state(self) -> State:
+        return state_of(self.model, self.unpacked.keywords)
 
 
 def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
@@ -256,11 +259,11 @@ def _not_registered(shape: tuple[int, ...], where: SourceLine | None) -> LostGra
 
 def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None:
     """An error where a call changes what the next one computes with, or computes something else than the last one."""
-    state, of_python, of_numpy = state_of(call.model), random.getstate(), _numpy_position()
+    state, of_python, of_numpy = call.state(), random.getstate(), _numpy_position()
     again = _tensors(call())
     if random.getstate() != of_python or _numpy_position() != of_numpy:
         return _draws(_line_of_draw(call))
-    name = first_difference(state, state_of(call.model))
+    name = first_difference(state, call.state())
     if name is not None:
         return _changes(name, _line_of_change(call, name) or _line_that_changes(call))
     return None if _equal(outputs, again) else _wanders(line_of_forward(call.model))
@@ -298,12 +301,12 @@ def _line_of_draw(call: _Call) -> SourceLine | None:
 
 def _line_that_changes(call: _Call) -> SourceLine | None:
     """The line of the user's own files after which the state has changed."""
-    before, lines, found = state_of(call.model), list[SourceLine](), list[SourceLine]()
+    before, lines, found = call.state(), list[SourceLine](), list[SourceLine]()
 
     def trace(frame: types.FrameType, event: str, _argument: Any) -> Any:
         if found or len(lines) > _MOST_LINES or not is_own(frame.f_code.co_filename):
             return None
-        if lines and event != "call" and state_of(call.model) != before:
+        if lines and event != "call" and call.state() != before:
             found.append(lines[-1])
         if event == "line":
             lines.append(line_of_frame(frame))

@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,10 +60,11 @@ class State(NamedTuple):
     entries: tuple[Entry, ...]
 
 
-def state_of(model: nn.Module) -> State:
-    """Changes whenever a captured graph of `model` may no longer be the model."""
+def state_of(model: nn.Module, keywords: Mapping[str, Any] | None = None) -> State:
+    """Changes whenever a captured graph of `model`, called with `keywords`, may no longer be the model."""
     reader = _Reader()
     reader.read_module("", model)
+    reader.read("forward_kwargs", "", keywords, 0)
     for name in ("forward", "forward_pre", "backward", "backward_pre"):
         reader.read_hooks("hooks of all modules", getattr(nn.modules.module, f"_global_{name}_hooks"))
     return State(tuple(reader.modes), tuple(_ambient(device_of(model).type)), tuple(reader.entries))
@@ -216,10 +217,14 @@ class _Reader:
                 self._read_of_code(code.co_freevars[number], value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._read_of_code(path, value)
-        around = function.__globals__
-        for name in _names(code):
+        names, around = _names(code), function.__globals__
+        for name in names:
             if name in around:
                 self._read_of_code(name, around[name])
+        for path, module in _modules(names, around):
+            for name in names:
+                if name in vars(module):
+                    self._read_of_code(f"{path}.{name}", vars(module)[name])
 
     def _read_of_code(self, name: str, value: Any) -> None:
         """Of the objects that code takes from around it, those of other libraries are left alone: loggers and such."""
@@ -336,9 +341,37 @@ def _is_users_file(file: str) -> bool:
 
 @functools.cache
 def _is_users_class(kind: Any) -> bool:
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__":
+    return _is_users_module(kind.__module__)
+
+
+@functools.cache
+def _is_users_module(name: str) -> bool:
+    if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
         return False
-    return _is_users_file(str(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""))
+    return _is_users_file(str(getattr(sys.modules.get(name), "__file__", None) or ""))
+
+
+def _modules(names: Sequence[str], around: Mapping[str, Any]) -> list[tuple[str, types.ModuleType]]:
+    """The user's modules that code comes to by its `names`, also where it imports them itself; each with its path."""
+    found: dict[int, tuple[str, types.ModuleType]] = {}
+    stack = [
+        (name, value) for name in names for value in ([around[name]] if name in around else _imported(name, around))
+    ]
+    while stack:
+        path, module = stack.pop()
+        if isinstance(module, types.ModuleType) and id(module) not in found and _is_users_module(module.__name__):
+            found[id(module)] = path, module
+            stack += [(f"{path}.{name}", vars(module)[name]) for name in names if name in vars(module)]
+    return list(found.values())
+
+
+def _imported(name: str, around: Mapping[str, Any]) -> Iterator[types.ModuleType]:
+    """The modules that an `import name` inside of a function may mean, as far as they have been imported."""
+    package = str(around.get("__package__") or "").split(".")
+    for end in range(len(package) + 1):
+        path = ".".join(part for part in (*package[:end], name) if part)
+        if path in sys.modules:
+            yield sys.modules[path]
 
 
 def _is_others_class(value: Any) -> bool:

@@ -168,21 +168,22 @@ class _Reader:
         if depth >= _DEEPEST or isinstance(value, _TRAINING) or (is_container and len(value) > _MOST_ENTRIES):
             self.entries.append((path, "", (_Same(value), _identities(value) if is_container else None)))
             return
-        if not is_container and not isinstance(value, _WRAPPERS) and _is_users_class(type(value)):  # type: ignore[arg-type]
+        is_open = is_container or isinstance(value, _WRAPPERS)
+        is_users = not is_open and _is_users_class(type(value))  # type: ignore[arg-type]
+        if is_users:
             self._read_class(path, type(value))
         parts = _parts(value)
         if parts is None:
             self.entries.append((path, "", _text(value)))
             return
-        is_near = is_container or isinstance(value, _WRAPPERS) or _is_users_class(type(value))  # type: ignore[arg-type]
-        below = depth + (1 if is_near else _OF_AN_OBJECT)
+        below = depth + (1 if is_open or is_users else _OF_AN_OBJECT)
         for key, part in parts:
             self.read(path, str(key), part, below)
 
     # Code
 
     def _read_class(self, path: str, kind: type) -> None:
-        """What a class says, up to those of torch."""
+        """What a class and its bases say, those of torch left out."""
         self.entries.append((path, "", kind))
         if id(kind) in self._seen:
             return

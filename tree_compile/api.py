@@ -147,7 +147,8 @@ class TreeModel(nn.Module):
             SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
             UnsupportedArgumentError: a payload has no meaning on a list of sequences.
         """
-        with evaluation(self.unpacked):
+        # Another thread must not read the modes meanwhile.
+        with self._making, evaluation(self.unpacked):
             plan = self._random_plan() if sequences is None else self.plan(sequences)
             program = self._program(tuple(plan.rows[0].inputs), plan.rows)
             for row in plan.rows:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tree_compile.comparison import gap, tensors_of
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
 from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
 from tree_compile.patches import replaced
@@ -100,14 +100,10 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 def _findings(call: _Call) -> RefusedModelError | None:
     found: list[SourceLine | None] = []
     with torch.autograd.detect_anomaly(check_nan=False), _hooks_on_nodes(found):
-        outputs = _tensors(call())
+        outputs = tensors_of(call())
     if found:
         return _hook_on_a_node(found[0])
     return _lost_gradient(call, outputs) or _memory(call, outputs)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class _Protected(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _holds(self, value: Any) -> bool:
-        return any(tensor.untyped_storage()._cdata in self._memory for tensor in _tensors(value))
+        return any(tensor.untyped_storage()._cdata in self._memory for tensor in tensors_of(value))
 
 
 def _arguments(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -260,7 +256,7 @@ def _not_registered(shape: tuple[int, ...], where: SourceLine | None) -> LostGra
 def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None:
     """An error where a call changes what the next one computes with, or computes something else than the last one."""
     state, of_python, of_numpy = call.state(), random.getstate(), _numpy_position()
-    again = _tensors(call())
+    again = tensors_of(call())
     if random.getstate() != of_python or _numpy_position() != of_numpy:
         return _draws(_line_of_draw(call))
     name = first_difference(state, call.state())
@@ -274,12 +270,8 @@ def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.dtype not in _ROUNDING:
-        return torch.equal(a, b)
-    a, b, limit = a.detach().double().nan_to_num(), b.detach().double().nan_to_num(), _ROUNDING[a.dtype]
-    return not a.numel() or bool((a - b).abs().max() <= limit * a.abs().max())
+    between = gap(a, b)
+    return between.difference <= _ROUNDING.get(a.dtype, 0.0) * between.scale
 
 
 def _numpy_position() -> str:

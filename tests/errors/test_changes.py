@@ -239,6 +239,16 @@ def test_model_whose_calls_differ_is_refused(training):
         tree_model(model).explain()
 
 
+class Masked(Tiny):
+    def forward(self, ids):
+        return super().forward(ids).masked_fill(torch.arange(32) > 20, torch.finfo(torch.float64).min)
+
+
+def test_model_whose_calls_differ_beside_a_fill_is_refused():
+    with pytest.raises(StatefulModelError, match="give different outputs"):
+        tree_model(Masked(reads_a_clock)).explain()
+
+
 def test_model_that_only_draws_from_torch_is_not_taken_for_one_that_remembers():
     assert tree_model(Tiny(lambda model, x, ids: F.dropout(x, 0.5))).explain()
 

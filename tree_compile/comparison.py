@@ -17,6 +17,13 @@ _FILL = 10_000.0
 _LEAST = 1e-3
 """Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0."""
 
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """Relative difference that rounding explains: that of the coarsest dtype that was computed in."""
+    return max((_TOLERANCE[dtype] for dtype in dtypes if dtype in _TOLERANCE), default=1e-4)
+
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The tensors of a model's output, in order."""

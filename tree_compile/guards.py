@@ -57,7 +57,7 @@ def _last_true(holds: partial[bool], low: int, high: int) -> int:
 
 
 def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | None:
-    """The greatest T up to which `guard` holds, None for no limit; raises ValueError where that is below `example`."""
+    """A T up to which `guard` holds, None for no limit; the greatest one, unless that is below `example`."""
     holds = partial(_holds, compile(guard, "<guard>", "eval"))
     lengths = _probe_lengths(guard)
     truth = [holds(tokens) for tokens in lengths]
@@ -68,7 +68,7 @@ def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | No
     if truth.count(False) == 1 and lengths[first_false] <= _LONGEST_TRIED and same_at(lengths[first_false]):
         return None
     if lengths[first_false] <= example:
-        raise ValueError(guard)
+        return lengths[first_false] - 1
     return _last_true(holds, lengths[first_false - 1], lengths[first_false])
 
 
@@ -92,12 +92,10 @@ def length_limit(
     """
     limit, error = LengthLimit(), None
     for guard in dict.fromkeys(guards):
-        try:
-            tokens = _limit(guard, example, same_at)
-        except ValueError:
+        tokens = _limit(guard, example, same_at)
+        if tokens is not None and tokens < example:
             error = error or _control_flow(_readable(guard), _guard_line(guard, graph))
-            continue
-        if tokens is not None and (limit.tokens is None or tokens < limit.tokens):
+        elif tokens is not None and (limit.tokens is None or tokens < limit.tokens):
             limit = LengthLimit(tokens, _guard_line(guard, graph))
     return limit, error
 

@@ -48,7 +48,7 @@ class Rehearsal:
 def rehearse(unpacked: Unpacked) -> Rehearsal:
     """Calls the model a few times in its present mode; its tensors and random numbers are left as they were."""
     calls = [_Call(unpacked, example) for example in _examples(unpacked)]
-    with _untouched(unpacked.model):
+    with untouched(unpacked.model):
         try:
             call = next((call for call in calls if _works(call)), None)
         except StatefulModelError as error:
@@ -63,7 +63,7 @@ def grow(unpacked: Unpacked, tokens: int) -> None:
 
     A model that fails has no such cache; what it is told is then that the sequence is too long.
     """
-    with _untouched(unpacked.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
+    with untouched(unpacked.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
         for length in (1 << (tokens - 1).bit_length(), tokens):
             ids = torch.zeros(1, length, dtype=torch.int64, device=unpacked.device)
             if _works(_Call(unpacked, tuple(ids.clone() for _ in unpacked.input_names))):
@@ -134,7 +134,8 @@ def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
+    """What is called inside leaves the model's tensors and all random numbers as they were."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     memory = [(parameter, parameter.data) for parameter in model.parameters()]
     of_python, of_numpy = random.getstate(), np.random.get_state()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tree_compile.comparison import gap, relative, relative_difference, tensors_of
+from tree_compile.comparison import gap, relative, relative_difference, tensors_of, tolerance
 from tree_compile.errors import SelfCheckError
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.output import RowResult, TreeOutput
@@ -22,7 +22,6 @@ from tree_compile.programs import Program
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _GRADIENT_ROUNDING = 10
 """A gradient is a sum of more terms than an output."""
 _MOST_GRADIENTS = 1 << 26
@@ -82,8 +81,8 @@ def compare(
         alone = _unpacked_side(unpacked, plan, program, weights, parameters)
     worst, gradient_difference = _worst_gradient_of(packed, alone, parameters)
     return CheckReport(
-        relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance_of(program), worst,
-        plan.input_tokens, plan.packed_tokens, len(plan.rows),
+        relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
+        worst, plan.input_tokens, plan.packed_tokens, len(plan.rows),
     )  # fmt: skip
 
 
@@ -135,14 +134,6 @@ def _unpacked_side(
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that get gradients, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def tolerance_of(program: Program) -> float:
-    """Relative difference that rounding explains: that of the coarsest dtype that the model computes in.
-
-    Many float64 models compute a part, such as a norm or a rotary table, in float32 by design.
-    """
-    return max((_TOLERANCE[dtype] for dtype in program.rewritten.dtypes if dtype in _TOLERANCE), default=1e-4)
 
 
 def _weights(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

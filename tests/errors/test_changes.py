@@ -1,6 +1,8 @@
 """A model that was changed after the first call is captured again; one that its own calls change is refused."""
 
+import cProfile
 import itertools
+import pstats
 import random
 import time
 from collections import deque
@@ -296,3 +298,21 @@ def test_model_with_few_positions_is_captured():
     require_equal(tree)
     with pytest.raises(SequenceTooLongError):
         tree([[1] * 10])
+
+
+def attends(model, x, ids):
+    return merged(F.scaled_dot_product_attention(*model.heads(x), is_causal=True))
+
+
+def test_first_call_under_a_profiler_is_exact_and_profiled_to_its_end():
+    tree = tree_model(Tiny(attends))
+    with cProfile.Profile() as profiler:
+        require_equal(tree)
+        last = sorted(SEQUENCES)
+    assert last == SEQUENCES
+    assert any("sorted" in str(function) for function in pstats.Stats(profiler).stats)
+
+
+def test_draw_under_a_profiler_is_refused():
+    with cProfile.Profile(), pytest.raises(StatefulModelError, match="Python's or NumPy's generator"):
+        tree_model(Tiny(draws_from_python)).explain()

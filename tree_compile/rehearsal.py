@@ -207,7 +207,7 @@ def _hooks_on_nodes(found: list[SourceLine | None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _profiled(profile: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
     """Calls `profile` for all that is called inside; a profiler that could not be put back is left alone."""
-    previous = sys.getprofile()
+    previous: Any = sys.getprofile()
     # Before Python 3.12, that of cProfile is an object that sys.setprofile cannot take.
     if previous is not None and not callable(previous):
         yield

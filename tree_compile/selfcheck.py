@@ -122,7 +122,7 @@ def _unpacked_side(
 ) -> _Side:
     side = _Side([], {})
     for sequence, own_weights in enumerate(weights):
-        with plain_checkpoints():
+        with plain_checkpoints(unpacked.model):
             parts = tensors_of(unpacked(_sequence_inputs(plan, sequence, unpacked.input_names, program.device)))
         parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
         side.outputs.append([part.detach() for part in parts])

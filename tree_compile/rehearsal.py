@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tree_compile.comparison import gap, tensors_of
+from tree_compile.comparison import gap, relative_difference, tensors_of, tolerance
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
 from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
 from tree_compile.patches import replaced
@@ -263,12 +263,18 @@ def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None
     """An error where a call changes what the next one computes with, or computes something else than the last one."""
     state, of_python, of_numpy = call.state(), random.getstate(), _numpy_position()
     again = tensors_of(call())
+    with torch.no_grad():
+        without_gradients = tensors_of(call())
     if random.getstate() != of_python or _numpy_position() != of_numpy:
         return _draws(_line_of_draw(call))
     name = first_difference(state, call.state())
     if name is not None:
         return _changes(name, _line_of_change(call, name) or _line_that_changes(call))
-    return None if _equal(outputs, again) else _wanders(line_of_forward(call.model))
+    if not _equal(outputs, again):
+        return _wanders(line_of_forward(call.model))
+    # Without gradients torch may choose another kernel.
+    is_same = relative_difference([without_gradients], [outputs]) <= tolerance(tensor.dtype for tensor in outputs)
+    return None if is_same else _asks_for_gradients(line_of_forward(call.model))
 
 
 def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
@@ -365,6 +371,15 @@ def _wanders(where: SourceLine | None) -> StatefulModelError:
         where=where,
         why="it computes with something that changes from call to call, of which a captured graph keeps one value.",
         hint="look for counters, generators, files and clocks that forward uses, and move them out of it.",
+    )
+
+
+def _asks_for_gradients(where: SourceLine | None) -> StatefulModelError:
+    return StatefulModelError(
+        "The model gives other outputs under torch.no_grad().",
+        where=where,
+        why="a captured graph takes the way through the code that is taken with gradients, for all calls.",
+        hint="ask self.training, or an attribute of the model, instead of torch.is_grad_enabled().",
     )
 
 

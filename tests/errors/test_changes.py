@@ -4,6 +4,7 @@ import cProfile
 import itertools
 import pstats
 import random
+import re
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -249,6 +250,39 @@ class Masked(Tiny):
 def test_model_whose_calls_differ_beside_a_fill_is_refused():
     with pytest.raises(StatefulModelError, match="give different outputs"):
         tree_model(Masked(reads_a_clock)).explain()
+
+
+def asks_for_gradients(model, x, ids):
+    return x * 2 if torch.is_grad_enabled() else x
+
+
+def caches_without_gradients(model, x, ids):
+    if not torch.is_grad_enabled():
+        model.cached = x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [(asks_for_gradients, "under torch.no_grad()"), (caches_without_gradients, "changes its 'cached'")],
+)
+def test_model_that_asks_whether_gradients_are_needed_is_refused(step, found):
+    with pytest.raises(StatefulModelError, match=re.escape(found)):
+        tree_model(Tiny(step)).explain()
+
+
+def in_the_default_dtype(model, x, ids):
+    return x * torch.full((), 1 / 3).to(x.dtype)
+
+
+def test_default_dtype_that_changes_is_seen():
+    tree = tree_model(Tiny(in_the_default_dtype))
+    require_equal(tree)
+    torch.set_default_dtype(torch.float64)
+    try:
+        require_equal(tree)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_model_that_only_draws_from_torch_is_not_taken_for_one_that_remembers():

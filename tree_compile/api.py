@@ -218,9 +218,8 @@ class TreeModel(nn.Module):
         if proved is not None and longest > proved:
             program = prove_further(program, unpacked, self._backend, longest)
         # A capture assumes two tokens at least: code for one token alone is seen by the check only.
-        if not program.checked and any(int(row.sequence_length.min()) == 1 for row in rows):
-            program = self._checked(program, unpacked)
-        return program
+        has_to_be = self._self_check or any(int(row.sequence_length.min()) == 1 for row in rows)
+        return self._checked(program, unpacked) if has_to_be and not program.checked else program
 
     def _checked(self, program: Program, unpacked: Unpacked) -> Program:
         if not program.rewritten.random:

@@ -313,13 +313,16 @@ def _under_own_names(exported: fx.GraphModule, input_names: Sequence[str]) -> fx
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda old: copies[old]))
             continue
+        if node.op == "placeholder":
+            # The graph makes the names of its nodes: one that an input has is given to no other node.
+            copies[node] = graph.placeholder(next(names))
+            copies[node].meta = dict(node.meta)
+            continue
         copies[node] = graph.node_copy(node, lambda old: copies[old])
         if node.op == "get_attr":
             target = str(node.target)
             copies[node].target = target.removeprefix("model.")
             attributes[str(copies[node].target)] = _real(node, attrgetter(target)(exported))
-        elif node.op == "placeholder":
-            copies[node].target = copies[node].name = next(names)
     return fx.GraphModule(attributes, graph, class_name="Captured")
 
 

@@ -66,8 +66,8 @@ def make_program(unpacked: Unpacked, backend: str) -> Program:
 def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
     """The program for sequences of up to `tokens` tokens, as far as that can be proved.
 
-    Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use; where not, the
-    program has not been checked yet.
+    Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use; where not,
+    the program has not been checked yet.
 
     Raises:
         RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.

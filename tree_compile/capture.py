@@ -74,13 +74,13 @@ class Captured:
         graph_module: the graph; placeholders are the inputs, each int64 `(1, T)`; parameters are the model's own
             objects under the model's own names; returns the flat tuple of the output's tensors.
         output_form: how to rebuild the model's output.
-        limit: the longest sequence that the capture holds for.
+        limit: the longest sequence that the capture holds for; None where it holds for all.
         control_flow: what has to be raised, unless something more telling is found: the code depends on T.
     """
 
     graph_module: fx.GraphModule
     output_form: OutputForm
-    limit: LengthLimit
+    limit: LengthLimit | None
     control_flow: ControlFlowError | None = None
 
 
@@ -100,10 +100,11 @@ class _Flat(nn.Module):
         self.seen = _Seen()
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        leaves, spec = pytree.tree_flatten(self.unpacked(values))
+        output = self.unpacked(values)
+        leaves, spec = pytree.tree_flatten(output)
         constants = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         self.seen.output_form = OutputForm(spec, constants)
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(tensors_of(output))
 
 
 def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:

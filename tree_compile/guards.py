@@ -74,7 +74,7 @@ def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | No
 
 def length_limit(
     guards: Iterable[str], graph: fx.Graph, example: int, same_at: Callable[[int], bool]
-) -> tuple[LengthLimit, ControlFlowError | None]:
+) -> tuple[LengthLimit | None, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
     A guard that holds for every length of two tokens or more says nothing; so does one that excludes a single length at
@@ -88,14 +88,14 @@ def length_limit(
         same_at: whether graph and model compute the same for sequences of one length.
 
     Returns:
-        The tightest limit; and an error where a guard does not hold for all lengths up to `example`.
+        The tightest limit, None for no limit; and an error where a guard does not hold for all lengths up to `example`.
     """
-    limit, error = LengthLimit(), None
+    limit, error = None, None
     for guard in dict.fromkeys(guards):
         tokens = _limit(guard, example, same_at)
         if tokens is not None and tokens < example:
             error = error or _control_flow(_readable(guard), _guard_line(guard, graph))
-        elif tokens is not None and (limit.tokens is None or tokens < limit.tokens):
+        elif tokens is not None and (limit is None or tokens < limit.tokens):
             limit = LengthLimit(tokens, _guard_line(guard, graph))
     return limit, error
 

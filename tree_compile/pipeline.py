@@ -105,7 +105,8 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     run_pass(graph_module, InlineGradModes(), trail)
     run_pass(graph_module, RefuseBatchNorm(), trail)
     run_pass(graph_module, Functionalize(), trail)
-    statics = find_static_values(graph_module, captured.limit.tokens, reach)
+    longest = captured.limit.tokens if captured.limit is not None else None
+    statics = find_static_values(graph_module, longest, reach)
     limits = _limits(captured, statics)
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
@@ -116,16 +117,16 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     run_pass(graph_module, KeepAutocastOff(), trail)
     trail.stages["rewritten"] = readable(graph_module)
     return Rewritten(
-        graph_module,
-        captured.output_form,
-        _batched(graph_module.graph),
-        vocabulary,
-        limits,
-        statics.proved_length,
-        tables.has_pairs,
-        _dtypes(graph_module.graph),
-        random,
-        trail,
+        graph_module=graph_module,
+        output_form=captured.output_form,
+        batched=_batched(graph_module.graph),
+        vocabulary=vocabulary,
+        limits=limits,
+        proved=statics.proved_length,
+        dense=tables.has_pairs,
+        dtypes=_dtypes(graph_module.graph),
+        random=random,
+        trail=trail,
     )
 
 
@@ -141,4 +142,4 @@ def _batched(graph: fx.Graph) -> tuple[bool, ...]:
 
 def _limits(captured: Captured, statics: StaticValues) -> tuple[LengthLimit, ...]:
     found = (captured.limit, position_limit(statics))
-    return tuple(sorted((limit for limit in found if limit.tokens is not None), key=lambda limit: limit.tokens or 0))
+    return tuple(sorted((limit for limit in found if limit is not None), key=lambda limit: limit.tokens))

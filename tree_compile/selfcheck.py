@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tree_compile.comparison import gap, relative, relative_difference, tensors_of, tolerance
 from tree_compile.errors import SelfCheckError
 from tree_compile.foreign import plain_checkpoints
+from tree_compile.modes import evaluation, without_dropout
 from tree_compile.output import RowResult, TreeOutput
-from tree_compile.patches import replaced
-from tree_compile.programs import Program
+from tree_compile.programs import Program, make_program
 from tree_compile.runtime.plan import Plan, Row, plan_rows
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
@@ -182,6 +179,32 @@ def worst_gradient(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor])
 # The check of the first call
 
 
+def check_program(unpacked: Unpacked, program: Program) -> Program:
+    """The program, once it has been compared with the model in the mode that the model is in.
+
+    One that draws random numbers is compared without dropout, or in eval mode where it draws then too.
+
+    Raises:
+        RefusedModelError: in eval mode, the model cannot be proved exact on a prefix tree.
+        SelfCheckError: they differ by more than rounding.
+    """
+    if not program.rewritten.random:
+        self_check(unpacked, program)
+    elif not _checked_without_dropout(unpacked):
+        with evaluation(unpacked.model):
+            self_check(unpacked, make_program(unpacked, "eager"))
+    return replace(program, checked=True)
+
+
+def _checked_without_dropout(unpacked: Unpacked) -> bool:
+    """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
+    with without_dropout():
+        calm = make_program(unpacked, "eager")
+        if not calm.rewritten.random:
+            self_check(unpacked, calm)
+    return not calm.rewritten.random
+
+
 def self_check(unpacked: Unpacked, program: Program) -> None:
     """Runs a small random tree through the rewritten graph and through the model.
 
@@ -222,34 +245,6 @@ def small_tree(program: Program, input_names: Sequence[str]) -> dict[str, list[l
     random = np.random.default_rng(0)
     trunk, branch, *tails = (random.integers(0, vocabulary, count).tolist() for count in (9, 5, 1, 4, 7, 3))
     paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
-    limit = min((limit.tokens for limit in program.rewritten.limits if limit.tokens), default=1 << 30)
+    limit = max(1, min((limit.tokens for limit in program.rewritten.limits), default=1 << 30))
     tokens = [path[:limit] for path in paths]
     return {name: tokens if place == 0 else [[0] * len(t) for t in tokens] for place, name in enumerate(input_names)}
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """`model` in eval mode; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Dropout keeps everything, in any mode: for this thread, and for modules and functions of torch.nn alike."""
-
-    def keep(input: Tensor, *_args: Any, **_options: Any) -> Tensor:  # noqa: A002
-        return input
-
-    with ExitStack() as stack:
-        for name in _DROPOUTS:
-            stack.enter_context(replaced(functional, name, keep))
-        yield

@@ -37,9 +37,16 @@ from tree_compile.errors import (
 from tree_compile.foreign import capturable
 from tree_compile.guards import length_limit
 from tree_compile.passes.limits import LengthLimit
-from tree_compile.passes.source import frame_of_the_model, is_users, line_of_frame, line_of_trace, source_line
+from tree_compile.passes.source import (
+    frame_of_the_model,
+    is_users,
+    line_of_code,
+    line_of_forward,
+    line_of_trace,
+    source_line,
+)
 from tree_compile.patches import replaced
-from tree_compile.rehearsal import line_of_forward, untouched
+from tree_compile.rehearsal import untouched
 from tree_compile.unpacked import Unpacked, own_random_numbers
 from tree_compile.watch import watching
 
@@ -189,9 +196,8 @@ def _lines_of_the_model(fixed: list[SourceLine]) -> Iterator[None]:
         return frame_of_the_model(sys._getframe(1))
 
     def note(environment: ShapeEnv, prefix: str, guard: Any, *rest: Any, **others: Any) -> None:
-        frame = frame_of_the_model(sys._getframe(1))
-        if isinstance(guard, sympy.Eq) and frame is not None:
-            fixed.append(line_of_frame(frame))
+        if isinstance(guard, sympy.Eq) and (line := line_of_code(sys._getframe(1))) is not None:
+            fixed.append(line)
         log_guard(environment, prefix, guard, *rest, **others)
 
     with (
@@ -209,8 +215,8 @@ def _lines_of_data(lines: list[SourceLine]) -> Iterator[None]:
 
     def get(tensor: Tensor) -> Tensor:
         caller = sys._getframe(2)  # the one before is that of the replacement
-        if is_users(caller.f_code.co_filename) and (frame := frame_of_the_model(caller)) is not None:
-            lines.append(line_of_frame(frame))
+        if is_users(caller.f_code.co_filename) and (line := line_of_code(caller)) is not None:
+            lines.append(line)
         return data.__get__(tensor)
 
     with replaced(Tensor, "data", property(get, data.__set__)):

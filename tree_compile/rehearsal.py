@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import random
 import sys
 import types
@@ -19,7 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tree_compile.comparison import gap, relative_difference, tensors_of, tolerance
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
-from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
+from tree_compile.passes.source import (
+    is_own,
+    line_of_code,
+    line_of_forward,
+    line_of_frame,
+    line_of_stack,
+    line_of_trace,
+)
 from tree_compile.patches import replaced
 from tree_compile.state import State, first_difference, state_of
 from tree_compile.unpacked import Unpacked, device_of, own_autocast_cache, own_random_numbers
@@ -198,7 +204,7 @@ def _hooks_on_nodes(found: list[SourceLine | None]) -> Iterator[None]:
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
         registers = event == "c_call" and getattr(function, "__name__", "") in ("register_hook", "register_prehook")
         if registers and isinstance(getattr(function, "__self__", None), torch.autograd.graph.Node):
-            found.append(_line_of(frame))
+            found.append(line_of_code(frame))
 
     with _profiled(profile):
         yield
@@ -295,7 +301,7 @@ def _line_of_draw(call: _Call) -> SourceLine | None:
 
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
         drawn = isinstance(getattr(function, "__self__", None), (random.Random, np.random.RandomState))
-        if event == "c_call" and drawn and (line := _line_of(frame)) is not None:
+        if event == "c_call" and drawn and (line := line_of_code(frame)) is not None:
             found.append(line)
 
     with _profiled(profile):
@@ -308,7 +314,8 @@ def _line_that_changes(call: _Call) -> SourceLine | None:
     before, lines, found = call.state(), list[SourceLine](), list[SourceLine]()
 
     def trace(frame: types.FrameType, event: str, _argument: Any) -> Any:
-        if found or len(lines) > _MOST_LINES or not is_own(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if found or len(lines) > _MOST_LINES or not is_own(file) or file.startswith("<"):
             return None
         if lines and event != "call" and call.state() != before:
             found.append(lines[-1])
@@ -325,15 +332,6 @@ def _line_that_changes(call: _Call) -> SourceLine | None:
     return found[0] if found else None
 
 
-def line_of_forward(model: nn.Module) -> SourceLine | None:
-    """Where the model's `forward` begins."""
-    code = getattr(type(model).forward, "__code__", None)
-    if code is None:
-        return None
-    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return SourceLine(code.co_filename, code.co_firstlineno, text)
-
-
 def _line_of_change(call: _Call, name: str) -> SourceLine | None:
     """The line that sets the attribute of a module."""
     set_attribute: Callable[..., None] = nn.Module.__setattr__
@@ -342,18 +340,13 @@ def _line_of_change(call: _Call, name: str) -> SourceLine | None:
 
     def note(module: nn.Module, attribute: str, value: Any) -> None:
         is_it = f"{paths.get(id(module))}.{attribute}".removeprefix(".") == name
-        if is_it and (line := _line_of(sys._getframe(1))) is not None:
+        if is_it and (line := line_of_code(sys._getframe(1))) is not None:
             found.append(line)
         set_attribute(module, attribute, value)
 
     with replaced(nn.Module, "__setattr__", note):
         call()
     return found[0] if found else None
-
-
-def _line_of(frame: types.FrameType) -> SourceLine | None:
-    of_model = frame_of_the_model(frame)
-    return None if of_model is None else line_of_frame(of_model)
 
 
 def _draws(where: SourceLine | None) -> StatefulModelError:

@@ -6,7 +6,6 @@ import enum
 import functools
 import itertools
 import operator
-import os
 import random
 import sys
 import types
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tree_compile.passes.source import is_own
 from tree_compile.patches import original_of
 from tree_compile.unpacked import device_of
 
@@ -40,7 +40,6 @@ _OF_AN_OBJECT = 2
 """An object of another library counts as two levels: from there one comes to all kinds of things."""
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader)
 """What a trainer has beside the model, and changes in every step."""
-_NOT_THE_USERS = (f"{os.sep}site-packages{os.sep}", os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 
 Entry = tuple[str, str, Hashable]
 
@@ -210,7 +209,7 @@ class _Reader:
         """The function; of the user's own ones also what they take from around them."""
         self.entries.append((path, "", function))
         code = getattr(function, "__code__", None)
-        if code is None or not _is_users_file(code.co_filename):
+        if code is None or not is_own(code.co_filename):
             return
         self.entries.append((path, "", code))
         for number, cell in enumerate(function.__closure__ or ()):
@@ -336,11 +335,6 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_users_file(file: str) -> bool:
-    return not any(part in file for part in _NOT_THE_USERS)
-
-
-@functools.cache
 def _is_users_class(kind: Any) -> bool:
     return _is_users_module(kind.__module__)
 
@@ -349,7 +343,7 @@ def _is_users_class(kind: Any) -> bool:
 def _is_users_module(name: str) -> bool:
     if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
         return False
-    return _is_users_file(str(getattr(sys.modules.get(name), "__file__", None) or ""))
+    return is_own(str(getattr(sys.modules.get(name), "__file__", None) or ""))
 
 
 def _modules(names: Sequence[str], around: Mapping[str, Any]) -> list[tuple[str, types.ModuleType]]:

@@ -73,6 +73,11 @@ def test_what_is_replaced_is_replaced_in_one_thread(owner, name):
     assert vars(owner)[name] is before
 
 
+def test_what_torch_does_not_have_is_not_replaced():
+    with pytest.raises(AttributeError, match="no_such_method"), replaced(Tensor, "no_such_method", print):
+        pass
+
+
 def test_replacements_of_two_threads_end_in_any_order():
     before, inside, leave = vars(Tensor)["register_hook"], threading.Event(), threading.Event()
 

@@ -73,18 +73,21 @@ class TreeModel(nn.Module):
 
         Args:
             sequences: a list of sequences (tensors, arrays or lists of ints), or a dict of such lists for tokens with
-                payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds.
+                payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds. The
+                model gets all of them as int64 `(1, T)`.
 
             **others: none is taken; the error says what to do instead.
 
         Returns:
-            `out[i]`: what the model returns for sequence i, without the batch dimension.
+            `out[i]`: what the model returns for sequence i, without the batch dimension: `[len_i, …]` for each of its
+            tensors, such as logits `[len_i, vocabulary]`.
 
         Raises:
             InputError: the sequences are not usable.
             RefusedModelError: on the first call, the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call, the rewritten model differs from the unpacked one.
             UnsupportedArgumentError: any other argument.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         for name in others:
             raise unsupported(name)
@@ -112,6 +115,7 @@ class TreeModel(nn.Module):
         Raises:
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         return explain(self._program(self._last_inputs()))
 
@@ -122,6 +126,7 @@ class TreeModel(nn.Module):
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
             ValueError: there is no such stage.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         stages = self._program(self._last_inputs()).rewritten.trail.stages
         if stage not in stages:
@@ -139,6 +144,7 @@ class TreeModel(nn.Module):
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
             UnsupportedArgumentError: a payload has no meaning on a list of sequences.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         # Another thread must not read the modes meanwhile.
         with self._making, evaluation(self.unpacked):

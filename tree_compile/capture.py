@@ -124,6 +124,9 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
     Raises:
         CaptureError: torch.export cannot trace the model.
         ControlFlowError: the model's Python code needs one T, or the values of tensors.
+        LengthDependentError: the model spaces numbers evenly over the number of tokens.
+        LostGradientError: the model changes gradients in a way that a graph does not keep.
+        TokenMixingError: a recurrent layer carries a state from token to token.
         UnsupportedOutputError: the output holds something else than tensors and plain constants.
     """
     flat = _Flat(unpacked)

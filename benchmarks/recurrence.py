@@ -29,7 +29,8 @@ from torch import Tensor
 
 from tree_compile.runtime.causal_conv import causal_conv
 from tree_compile.runtime.linear_recurrence import gated_delta_rule, kimi_delta_attention, state_space_scan
-from tree_compile.runtime.plan import Row, plan_rows
+from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import RowTree, tree_of_segments
 from tree_compile.runtime.selective_scan import selective_scan
 

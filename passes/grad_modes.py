@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import CaptureError, LostGradientError
+from tree_compile.passes.autocast import AUTOCAST_OFF, switch_off_autocast
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.functional import storages, writes
 from tree_compile.passes.shapes import inherited
@@ -26,6 +27,7 @@ class InlineGradModes:
     """Replaces the regions that export keeps for `torch.no_grad()` and `torch.autocast(enabled=False)` by their body.
 
     What leaves a region without gradients is detached, which is all that the region means to the rest of the graph.
+    What stands in a region without autocast is noted, for `KeepAutocastOff`.
 
     Raises:
         CaptureError: gradients are switched on inside of a region without them, or autocast is switched on.
@@ -49,6 +51,9 @@ def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
         _require_own_writes(body, inputs)
         if any(_enables(node) for node in body.graph.nodes):
             raise _refusal(region, "it switches gradients on inside of torch.no_grad()")
+    for device in _without_autocast(region):
+        for node in body.graph.nodes:
+            switch_off_autocast(node, device)
     copies = dict(zip((node for node in body.graph.nodes if node.op == "placeholder"), inputs, strict=True))
     with graph_module.graph.inserting_before(region):
         results = _copy(graph_module, body, copies)
@@ -67,6 +72,14 @@ def _keeps_gradients(region: fx.Node) -> bool:
     if region.args[2]:
         raise _refusal(region, "it switches autocast on")
     return True
+
+
+def _without_autocast(region: fx.Node) -> Iterator[str]:
+    """The types of devices that autocast is switched off for, outside of the region or by it."""
+    if AUTOCAST_OFF in region.meta:
+        yield region.meta[AUTOCAST_OFF]
+    if region.target is _AUTOCAST:
+        yield str(region.args[0])
 
 
 def _enables(node: fx.Node) -> bool:

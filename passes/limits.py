@@ -24,22 +24,22 @@ class LengthLimit:
     """The longest sequence for which the captured graph is the model's.
 
     Attributes:
-        tokens: the greatest length that is allowed, or None where there is no limit.
+        tokens: the greatest length that is allowed.
         where: the user's line that sets it.
     """
 
-    tokens: int | None = None
+    tokens: int
     where: SourceLine | None = None
 
 
-def position_limit(statics: StaticValues) -> LengthLimit:
-    """The longest sequence whose positions all have a row in the model's embeddings of positions."""
-    limit = LengthLimit()
+def position_limit(statics: StaticValues) -> LengthLimit | None:
+    """The longest sequence whose positions all have a row in the model's embeddings of positions; None for no limit."""
+    limit = None
     for node, kind in statics.kinds.items():
         for user, index in _readers(node, statics):
             if (there_are := _rows_indexed(user, index)) is not None:
                 rows = _tokens_with_rows(node, kind, there_are, statics)
-                if rows is not None and (limit.tokens is None or rows < limit.tokens):
+                if rows is not None and (limit is None or rows < limit.tokens):
                     limit = LengthLimit(rows, source_line(user))
     return limit
 

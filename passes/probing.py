@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tree_compile.passes.autocast import as_the_model
 from tree_compile.passes.nodes import ancestors, is_number_of_tokens
 
 _SIZES = (2, 3, 5, 8, 13, 41)
@@ -44,7 +45,7 @@ def _value(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node,
     if is_number_of_tokens(node):
         return tokens
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
-    with torch.no_grad():
+    with torch.no_grad(), as_the_model(node.meta):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

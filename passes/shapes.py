@@ -9,6 +9,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from tree_compile.passes.autocast import AUTOCAST_OFF, as_the_model
+
 
 def token_symbol(graph: fx.Graph) -> sympy.Symbol:
     """The symbol T: size 1 of the graph's inputs."""
@@ -50,8 +52,8 @@ def is_size(node: Any) -> bool:
 
 
 def inherited(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a node comes from, for a node that takes its place."""
-    return {name: meta[name] for name in ("stack_trace", "nn_module_stack") if name in meta}
+    """Where a node comes from, and how it is computed, for a node that takes its place."""
+    return {name: meta[name] for name in ("stack_trace", "nn_module_stack", AUTOCAST_OFF) if name in meta}
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], **keywords: Any) -> fx.Node:
@@ -60,6 +62,6 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str,
     node.meta = inherited(meta)
     values, named = fx.map_arg((args, keywords), lambda source: source.meta["val"])
     fake = next(value for value in values if isinstance(value, Tensor))
-    with fake.fake_mode:  # type: ignore[attr-defined]
+    with fake.fake_mode, as_the_model(meta):  # type: ignore[attr-defined]
         node.meta["val"] = target(*values, **named)
     return node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
@@ -10,30 +11,19 @@ import types
 from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from tree_compile import errors
 from tree_compile.errors import SourceLine
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?[^\n]*(?:\n +(?!File ")(?P<code>[^\n]+))?'
 )
-_NOT_THE_USERS = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    *(
-        os.path.join("tree_compile", name)
-        for name in (
-            "capture.py",
-            "experts.py",
-            "foreign.py",
-            "known_mixers.py",
-            "patches.py",
-            "rehearsal.py",
-            "unpacked.py",
-            "watch.py",
-        )
-    ),
-    "<eval_with_key>",
-)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
+_MODELS = os.path.join(_PACKAGE, "models", "")
+"""Models that come with this package are as those of a user."""
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
@@ -42,14 +32,17 @@ def source_line(node: fx.Node) -> SourceLine | None:
     return line_of_trace(node.meta.get("stack_trace") or "")
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Whether `file` is neither torch's nor ours."""
-    return not any(path in file for path in _NOT_THE_USERS)
+    is_ours = _PACKAGE in file and _MODELS not in file
+    return not is_ours and _TORCH not in file and "<eval_with_key>" not in file
 
 
+@functools.cache
 def is_own(file: str) -> bool:
-    """Whether `file` is the user's own: not that of an installed package either."""
-    return is_users(file) and _INSTALLED not in file and not file.startswith("<")
+    """Whether `file` is the user's own: not that of an installed package or of Python either."""
+    return is_users(file) and _INSTALLED not in file and _STANDARD not in file
 
 
 def line_of_trace(trace: str) -> SourceLine | None:
@@ -95,6 +88,21 @@ def line_of_frame(frame: types.FrameType) -> SourceLine:
     """The line at which `frame` is."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return SourceLine(file, line, linecache.getline(file, line).strip())
+
+
+def line_of_code(innermost: types.FrameType) -> SourceLine | None:
+    """The line at which the frame of the model is, among `innermost` and its callers."""
+    frame = frame_of_the_model(innermost)
+    return None if frame is None else line_of_frame(frame)
+
+
+def line_of_forward(model: nn.Module) -> SourceLine | None:
+    """Where the model's `forward` begins."""
+    code = getattr(type(model).forward, "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLine(code.co_filename, code.co_firstlineno, text)
 
 
 def module_path(node: fx.Node) -> str:

@@ -183,8 +183,7 @@ rule(
     "dropout fill zero masked_fill where.ScalarOther where.ScalarSelf where.Scalar copy polar rsub "
     "__and__ __or__ multiply divide.Tensor divide.Scalar subtract true_divide absolute negative greater greater_equal "
     "less less_equal not_equal isclose isreal hardswish log_sigmoid special_xlogy special_expm1 special_log1p "
-    "special_exp2 arccos arctan arctan2 ldexp fix",
-    takes_sizes=True,
+    "special_exp2 arccos arctan arctan2 ldexp fix"
 )(elementwise)
 
 

@@ -229,6 +229,20 @@ def _recurrence(
     tree: RowTree | None,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
+    # All of it is computed in the dtype of `_dtype`, also where autocast would choose another for the products.
+    with torch.autocast(value.device.type, enabled=False):
+        return _computed(query, key, value, decay, beta, tree, options)
+
+
+def _computed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    tree: RowTree | None,
+    options: _Options,
+) -> tuple[Tensor, Tensor | None]:
     batch, length = value.shape[:2]
     row = tree_of_chains(batch, length, value.device) if tree is None else tree
     pieces = _pieces(query, key, value, decay, beta, row, options)

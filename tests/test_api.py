@@ -154,6 +154,25 @@ def test_training_and_eval_mode_follow_the_model() -> None:
     assert torch.equal(tree_model(SEQUENCES).logits[0], first)
 
 
+@pytest.mark.parametrize("name", ["index", "where", "mul", "embedding", "linear", "id", "sym_size_int"])
+def test_payload_may_have_the_name_of_an_operation(name: str) -> None:
+    class WithPayload(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+        def forward(self, input_ids: Tensor, **payload: Tensor) -> Tensor:
+            x = self.embed(input_ids) * torch.where(payload[name] > 0, 2.0, 1.0)[..., None]
+            return self.head(x + self.embed.weight[payload[name]])
+
+    model = WithPayload()
+    inputs = {"input_ids": [[1, 2, 3, 4], [1, 2, 3, 5]], name: [[0, 0, 1, 0], [0, 1, 1, 0]]}
+    out = treecompile(model, min_shared_tokens=1, backend="eager")(inputs)
+    for sequence in range(2):
+        values = [torch.tensor([values[sequence]]) for values in inputs.values()]
+        torch.testing.assert_close(out[sequence], model(values[0], **{name: values[1]})[0])
+
+
 def test_payloads_share_a_prefix_only_where_they_agree() -> None:
     class Typed(nn.Module):
         def __init__(self) -> None:

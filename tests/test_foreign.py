@@ -1,12 +1,15 @@
 """Settings of transformers' models are changed for the capture alone, and make no difference to the result."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tree_compile import treecompile
 from tree_compile.errors import CaptureError
 from tree_compile.experts import loops_over_all_experts
-from tree_compile.foreign import capturable
+from tree_compile.foreign import capturable, plain_checkpoints
 from tree_compile.tiny import tiny_model
 
 pytest.importorskip("transformers")
@@ -75,6 +78,26 @@ def test_loop_over_all_experts_computes_what_the_loop_over_hit_ones_does(model_t
         assert any(kind.forward is not forward for kind, forward in kinds.items())
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-12, atol=1e-12)
     assert all(kind.forward is forward for kind, forward in kinds.items())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_is_computed_once(use_reentrant):
+    model, calls = torch.nn.Linear(3, 3), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    x = torch.ones(2, 3, requires_grad=True)
+    for are_plain, expected in ((True, 1), (False, 2)):
+        calls.clear()
+        with plain_checkpoints(model) if are_plain else nullcontext():
+            checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+        assert len(calls) == expected
+
+
+def test_checkpoints_of_a_layer_are_off_and_on_again():
+    model = tiny_model("llama")
+    model.gradient_checkpointing_enable()
+    with plain_checkpoints(model):
+        assert not model.model.gradient_checkpointing
+    assert model.model.gradient_checkpointing
 
 
 def test_backward_of_bloom_is_that_of_its_forward():

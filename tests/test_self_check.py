@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tree_compile import treecompile
+from tree_compile.comparison import Gap, gap, relative_difference
 from tree_compile.errors import SelfCheckError
 from tree_compile.passes import attention
 from tree_compile.passes.plan_inputs import RowTables
 from tree_compile.passes.token_rules import RULES
+from tree_compile.runtime.attention import tree_attention
 from tree_compile.tiny import tiny_model
 
 SEQUENCES = [[3, 1, 4, 1, 5], [3, 1, 4, 2, 6]]
@@ -111,3 +114,83 @@ def test_self_check_of_a_model_with_a_dropout_of_its_own_is_that_of_eval_mode() 
     model = treecompile(OnlyInTraining(OwnDropout()), backend="eager")
     assert len(model(SEQUENCES)) == 2
     assert model.unpacked.training
+
+
+class Attention(nn.Module):
+    """Returns `finish(logits, x)`, where only the logits come from an attention."""
+
+    def __init__(self, finish: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.embed, self.head, self.finish = nn.Embedding(16, 8), nn.Linear(8, 16), finish
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        return self.finish(self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True)), x)
+
+
+def fill(value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, x: logits.masked_fill(torch.arange(16) > 11, value)
+
+
+FINISHES = {
+    "-inf": fill(-torch.inf),
+    "least float": fill(torch.finfo(torch.float32).min),
+    "-1e9": fill(-1e9),
+    "beside a greater output": lambda logits, x: (x * 1e5, logits),
+}
+
+
+@pytest.mark.parametrize("finish", FINISHES.values(), ids=FINISHES)
+def test_self_check_looks_past_fills_and_other_outputs(
+    finish: Callable[[Tensor, Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert treecompile(Attention(finish), backend="eager").check(SEQUENCES).ok
+    monkeypatch.setitem(RULES, attention_that_sees_siblings, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_that_sees_siblings)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree: "):
+        treecompile(Attention(finish), backend="eager")(SEQUENCES)
+
+
+def test_difference_of_numbers_that_are_not_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    masked = torch.tensor([1.0, nan, -inf])
+    assert gap(masked, masked.clone()) == Gap(0.0, 1.0)
+    for other in ([1.0, 0.0, -inf], [1.0, nan, inf], [1.0, nan, 0.0], [1.0, nan]):
+        assert gap(masked, torch.tensor(other)).difference == inf
+        assert gap(torch.tensor(other), masked).difference == inf
+    assert relative_difference([[masked]], [[masked, masked]]) == inf
+
+
+class OneGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+def attention_with_a_wrong_gradient(query: Tensor, *others: Any, **options: Any) -> Tensor:
+    result: Tensor = OneGradient.apply(tree_attention(query, *others, **options))
+    return result
+
+
+@pytest.mark.parametrize("place", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_also_where_the_first_call_needs_none(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, attention_with_a_wrong_gradient, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_with_a_wrong_gradient)
+    model = Attention(lambda logits, x: logits)
+    with place():
+        assert not treecompile(model, backend="eager", self_check=False).check(SEQUENCES).ok
+        with pytest.raises(SelfCheckError, match="in the gradient of"):
+            treecompile(model, backend="eager")(SEQUENCES)
+
+
+def test_check_without_gradients_says_so() -> None:
+    report = treecompile(Attention(lambda logits, x: logits.detach()), backend="eager").check(SEQUENCES)
+    assert report.ok
+    assert report.greatest_gradient_difference is None
+    assert "gradients" not in str(report)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
 from tree_compile.explain import Explanation, explain
+from tree_compile.modes import evaluation
 from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
@@ -20,20 +20,13 @@ from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.selfcheck import (
-    CheckReport,
-    compare,
-    evaluation,
-    self_check,
-    small_tree,
-    trained_parameters,
-    without_dropout,
-)
-from tree_compile.state import State, state_of
+from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree, trained_parameters
+from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import Unpacked
 
 _TOKENS = "input_ids"
-_Key = tuple[tuple[str, ...], State]
+_Place = tuple[tuple[str, ...], tuple[bool, ...], tuple[Entry, ...]]
+"""Names of the inputs, modes of the modules, and settings of torch: each has a program of its own."""
 
 
 class TreeModel(nn.Module):
@@ -71,7 +64,7 @@ class TreeModel(nn.Module):
         self._backend = backend
         self._keywords = {**default_keywords(model), **forward_kwargs}
         self._self_check = self_check
-        self._programs: dict[_Key, Program] = {}
+        self._programs: dict[_Place, tuple[State, Program]] = {}
         # Threads that share a tree model: one of them captures, the others wait.
         self._making = threading.RLock()
 
@@ -83,18 +76,21 @@ class TreeModel(nn.Module):
 
         Args:
             sequences: a list of sequences (tensors, arrays or lists of ints), or a dict of such lists for tokens with
-                payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds.
+                payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds. The
+                model gets all of them as int64 `(1, T)`.
 
             **others: none is taken; the error says what to do instead.
 
         Returns:
-            `out[i]`: what the model returns for sequence i, without the batch dimension.
+            `out[i]`: what the model returns for sequence i, without the batch dimension: `[len_i, …]` for each of its
+            tensors, such as logits `[len_i, vocabulary]`.
 
         Raises:
             InputError: the sequences are not usable.
             RefusedModelError: on the first call, the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call, the rewritten model differs from the unpacked one.
             UnsupportedArgumentError: any other argument.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         for name in others:
             raise unsupported(name)
@@ -122,6 +118,7 @@ class TreeModel(nn.Module):
         Raises:
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         return explain(self._program(self._last_inputs()))
 
@@ -132,6 +129,7 @@ class TreeModel(nn.Module):
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
             ValueError: there is no such stage.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         stages = self._program(self._last_inputs()).rewritten.trail.stages
         if stage not in stages:
@@ -149,8 +147,10 @@ class TreeModel(nn.Module):
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
             UnsupportedArgumentError: a payload has no meaning on a list of sequences.
+            WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
-        with evaluation(self.unpacked):
+        # Another thread must not read the modes meanwhile.
+        with self._making, evaluation(self.unpacked):
             plan = self._random_plan() if sequences is None else self.plan(sequences)
             program = self._program(tuple(plan.rows[0].inputs), plan.rows)
             for row in plan.rows:
@@ -184,34 +184,39 @@ class TreeModel(nn.Module):
         return Unpacked(self.unpacked, input_names, self._keywords)
 
     def _last_inputs(self) -> tuple[str, ...]:
-        return next((key[0] for key in reversed(self._programs)), (_TOKENS,))
+        return next((names for names, *_ in reversed(self._programs)), (_TOKENS,))
 
     def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
         """The program for the model as it is now, and for the sequences of `rows`."""
         with self._making:
-            key, program = self._current(input_names)
-            longest = _longest(rows)
-            if any(limit.tokens is not None and longest > limit.tokens for limit in program.rewritten.limits):
+            unpacked, longest = self._unpacked(input_names), _longest(rows)
+            place = self._current(unpacked)
+            if any(longest > limit.tokens for limit in self._programs[place][1].rewritten.limits):
                 # A cache may have ended there, as long as the sequences that the model has seen.
-                grow(self._unpacked(input_names), longest)
-                key, program = self._current(input_names)
-            self._programs[key] = self._made_sure(program, self._unpacked(input_names), rows)
-            return self._programs[key]
+                grow(unpacked, longest)
+                place = self._current(unpacked)
+            state, program = self._programs[place]
+            self._programs[place] = state, self._made_sure(program, unpacked, rows)
+            return self._programs[place][1]
 
-    def _current(self, input_names: tuple[str, ...]) -> tuple[_Key, Program]:
-        key = (input_names, state_of(self.unpacked))
-        if key not in self._programs:
-            self._forget(input_names)
-            program = self._make(self._unpacked(input_names))
+    def _current(self, unpacked: Unpacked) -> _Place:
+        """Where the program is for the state that the model is in; that of an earlier state gives way to it."""
+        state = self._state()
+        place = (unpacked.input_names, *state[:2])
+        if place not in self._programs or self._programs[place][0] != state:
+            self._programs.pop(place, None)
+            program = self._make(unpacked)
             # The first calls of a model may fill caches.
-            key = (input_names, state_of(self.unpacked))
-            self._programs[key] = program
-        return key, self._programs[key]
+            self._programs[place] = self._state(), program
+        return place
+
+    def _state(self) -> State:
+        return state_of(self.unpacked, self._keywords)
 
     def _make(self, unpacked: Unpacked) -> Program:
         check_not_wrapped(unpacked.model)
         program = make_program(unpacked, self._backend)
-        return self._checked(program, unpacked) if self._self_check else program
+        return check_program(unpacked, program) if self._self_check else program
 
     def _made_sure(self, program: Program, unpacked: Unpacked, rows: Sequence[Row]) -> Program:
         """The program with what has to be proved or checked for the lengths of the sequences."""
@@ -220,31 +225,8 @@ class TreeModel(nn.Module):
         if proved is not None and longest > proved:
             program = prove_further(program, unpacked, self._backend, longest)
         # A capture assumes two tokens at least: code for one token alone is seen by the check only.
-        if not program.checked and any(int(row.sequence_length.min()) == 1 for row in rows):
-            program = self._checked(program, unpacked)
-        return program
-
-    def _checked(self, program: Program, unpacked: Unpacked) -> Program:
-        if not program.rewritten.random:
-            self_check(unpacked, program)
-        elif not self._checked_without_dropout(unpacked):
-            with evaluation(unpacked.model):
-                self_check(unpacked, make_program(unpacked, "eager"))
-        return replace(program, checked=True)
-
-    def _checked_without_dropout(self, unpacked: Unpacked) -> bool:
-        """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
-        with without_dropout():
-            calm = make_program(unpacked, "eager")
-            if not calm.rewritten.random:
-                self_check(unpacked, calm)
-        return not calm.rewritten.random
-
-    def _forget(self, input_names: tuple[str, ...]) -> None:
-        """Keeps one program per mode: those of an earlier state of the model's tensors are of no use any more."""
-        modes = state_of(self.unpacked).modes
-        for key in [key for key in self._programs if key[0] == input_names and key[1].modes == modes]:
-            del self._programs[key]
+        has_to_be = self._self_check or any(int(row.sequence_length.min()) == 1 for row in rows)
+        return check_program(unpacked, program) if has_to_be and not program.checked else program
 
 
 def _longest(rows: Sequence[Row]) -> int:

@@ -125,8 +125,7 @@ def _block_path(node: fx.Node) -> str:
 
 
 def _output_nodes(graph: fx.Graph) -> list[fx.Node]:
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    results: Any = output.args[0]
+    results: Any = graph.output_node().args[0]
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 

@@ -170,7 +170,7 @@ def _longest(row: Row) -> tuple[int, int]:
 def _check_limits(row: Row, rewritten: Rewritten) -> None:
     sequence, longest = _longest(row)
     for limit in rewritten.limits:
-        if limit.tokens is not None and longest > limit.tokens:
+        if longest > limit.tokens:
             raise SequenceTooLongError(
                 f"Sequence {sequence} has {longest} tokens, and the model takes {limit.tokens} at the most.",
                 where=limit.where,

@@ -14,12 +14,13 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from tree_compile.api import TreeModel, treecompile
+from tree_compile.comparison import Gap, gap, relative
 from tree_compile.errors import InputError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.rollouts import Rollout
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.row import Row
-from tree_compile.selfcheck import difference, worst_gradient
+from tree_compile.selfcheck import worst_gradient
 
 __all__ = ["DemoReport", "run_demo"]
 
@@ -208,7 +209,7 @@ def _compared(packed: _Packed, unpacked: _Unpacked, progress: Progress) -> tuple
     """Computes the gradients of the first step both ways, a row at a time so that few logits are held at once."""
     plan = packed.plan
     bar = progress.add_task("compile, compare", total=plan.packed_tokens + plan.input_tokens)
-    worst = greatest = 0.0
+    found_gap = Gap()
     one, other = _Step(), _Step()
     for row in plan.rows:
         start = time.perf_counter()
@@ -218,10 +219,9 @@ def _compared(packed: _Packed, unpacked: _Unpacked, progress: Progress) -> tuple
         for sequence, logits in zip(row.sequence_ids, found, strict=True):
             loss, expected = unpacked.sequence(sequence)
             other.loss += loss
-            worst = max(worst, difference(logits, expected))
-            greatest = max(greatest, expected.abs().max().item())
+            found_gap |= gap(logits, expected)
             progress.advance(bar, len(expected))
-    return worst / greatest, one, other
+    return relative([found_gap])[0], one, other
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

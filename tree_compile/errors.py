@@ -112,7 +112,7 @@ class RefusedModelError(TreeCompileError):
 
 
 class CaptureError(RefusedModelError):
-    """torch.export could not capture the model."""
+    """The model cannot be captured: torch.export fails, or its parameters have no values yet."""
 
 
 class LostGradientError(CaptureError):
@@ -120,7 +120,7 @@ class LostGradientError(CaptureError):
 
 
 class StatefulModelError(RefusedModelError):
-    """A call of the model changes what its next call computes, or draws random numbers that a graph does not."""
+    """A call of the model changes what its next call computes, or computes something that a graph does not keep."""
 
 
 class ControlFlowError(RefusedModelError):

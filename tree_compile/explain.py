@@ -47,6 +47,6 @@ def _at(where: SourceLine | None) -> str:
 def explain(program: Program) -> Explanation:
     """Collects what all passes found."""
     findings = tuple(program.rewritten.trail.findings)
-    limits = tuple((limit.tokens, limit.where) for limit in program.rewritten.limits if limit.tokens is not None)
+    limits = tuple((limit.tokens, limit.where) for limit in program.rewritten.limits)
     blocks = (len(program.blocks.blocks), program.blocks.distinct)
     return Explanation(findings, limits, program.rewritten.vocabulary, blocks)

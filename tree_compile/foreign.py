@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from tree_compile.experts import loops_over_all_experts
@@ -25,13 +26,10 @@ _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
 @contextlib.contextmanager
 def capturable(model: nn.Module) -> Iterator[None]:
     """transformers' models with attention and experts in a form that torch.export can trace; others as they are."""
-    with contextlib.ExitStack() as changes, plain_checkpoints(), loops_over_all_experts(model):
+    with contextlib.ExitStack() as changes, plain_checkpoints(model), loops_over_all_experts(model):
         for config in _configs(model):
             for name, value in _changes(config, model):
                 changes.enter_context(setting(config, name, value))
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) is True:
-                changes.enter_context(setting(module, "gradient_checkpointing", False))
         yield
 
 
@@ -59,11 +57,25 @@ def _experts_for(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Reentrant checkpoints are computed as they are: a graph and `torch.autograd.grad` need that."""
+def plain_checkpoints(model: nn.Module) -> Iterator[None]:
+    """What the model checkpoints is computed as it is, and once.
 
-    def compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:
-        return run(*args)
-
-    with replaced(CheckpointFunction, "apply", classmethod(compute)):
+    A graph and `torch.autograd.grad` have no use for reentrant ones. On other devices than the CPU any checkpoint is
+    computed again in a thread of autograd's, which knows nothing of what is replaced in this one.
+    """
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(replaced(CheckpointFunction, "apply", classmethod(_compute)))
+        changes.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", _keep_all))
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                changes.enter_context(setting(module, "gradient_checkpointing", False))
         yield
+
+
+def _compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:
+    return run(*args)
+
+
+def _keep_all(*_args: Any, **_options: Any) -> Iterator[None]:
+    """In the place of what surrounds the computation of a checkpoint that is not reentrant."""
+    yield

@@ -57,7 +57,7 @@ def _last_true(holds: partial[bool], low: int, high: int) -> int:
 
 
 def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | None:
-    """The greatest T up to which `guard` holds, None for no limit; raises ValueError where that is below `example`."""
+    """A T up to which `guard` holds, None for no limit; the greatest one, unless that is below `example`."""
     holds = partial(_holds, compile(guard, "<guard>", "eval"))
     lengths = _probe_lengths(guard)
     truth = [holds(tokens) for tokens in lengths]
@@ -68,13 +68,13 @@ def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | No
     if truth.count(False) == 1 and lengths[first_false] <= _LONGEST_TRIED and same_at(lengths[first_false]):
         return None
     if lengths[first_false] <= example:
-        raise ValueError(guard)
+        return lengths[first_false] - 1
     return _last_true(holds, lengths[first_false - 1], lengths[first_false])
 
 
 def length_limit(
     guards: Iterable[str], graph: fx.Graph, example: int, same_at: Callable[[int], bool]
-) -> tuple[LengthLimit, ControlFlowError | None]:
+) -> tuple[LengthLimit | None, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
     A guard that holds for every length of two tokens or more says nothing; so does one that excludes a single length at
@@ -88,16 +88,14 @@ def length_limit(
         same_at: whether graph and model compute the same for sequences of one length.
 
     Returns:
-        The tightest limit; and an error where a guard does not hold for all lengths up to `example`.
+        The tightest limit, None for no limit; and an error where a guard does not hold for all lengths up to `example`.
     """
-    limit, error = LengthLimit(), None
+    limit, error = None, None
     for guard in dict.fromkeys(guards):
-        try:
-            tokens = _limit(guard, example, same_at)
-        except ValueError:
+        tokens = _limit(guard, example, same_at)
+        if tokens is not None and tokens < example:
             error = error or _control_flow(_readable(guard), _guard_line(guard, graph))
-            continue
-        if tokens is not None and (limit.tokens is None or tokens < limit.tokens):
+        elif tokens is not None and (limit is None or tokens < limit.tokens):
             limit = LengthLimit(tokens, _guard_line(guard, graph))
     return limit, error
 

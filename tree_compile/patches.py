@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -118,8 +119,7 @@ def _place(owner: Any, name: str) -> _Replaced:
     if isinstance(owner, types.ModuleType):
         place: _Replaced = _ReplacedInModule(getattr(builtins, name) if inherited else own, inherited)
     else:
-        bases = (vars(base) for base in owner.__mro__)
-        original = next(base[name] for base in bases if name in base)
+        original = inspect.getattr_static(owner, name)
         place = (_ReplacedProperty if hasattr(original, "__set__") else _Replaced)(original, inherited)
     setattr(owner, name, place)
     return place

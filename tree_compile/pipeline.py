@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.passes.attention import RewriteAttention
+from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
 from tree_compile.passes.convolutions import RewriteConvolutions
 from tree_compile.passes.draws import draws
@@ -28,7 +29,7 @@ from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.rehearsal import rehearse
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 CAPTURING = threading.RLock()
 
@@ -73,7 +74,7 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
     """
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
-    with CAPTURING, torch.inference_mode(False), torch.enable_grad():
+    with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
         rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
             captured = capture(unpacked, rehearsal.example)
@@ -108,7 +109,8 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     run_pass(graph_module, InlineGradModes(), trail)
     run_pass(graph_module, RefuseBatchNorm(), trail)
     run_pass(graph_module, Functionalize(), trail)
-    statics = find_static_values(graph_module, captured.limit.tokens, reach)
+    longest = captured.limit.tokens if captured.limit is not None else None
+    statics = find_static_values(graph_module, longest, reach)
     limits = _limits(captured, statics)
     vocabulary = vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
@@ -121,21 +123,23 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         ProveTokenAxis(),
     ):
         run_pass(graph_module, graph_pass, trail)
+    random = any(draws(node) for node in graph_module.graph.nodes)
+    run_pass(graph_module, KeepAutocastOff(), trail)
     carries_state = has_tree_inputs(graph_module.graph)
     graph_module.recompile()
     trail.stages["rewritten"] = readable(graph_module)
     return Rewritten(
-        graph_module,
-        captured.output_form,
-        _batched(graph_module.graph),
-        vocabulary,
-        limits,
-        statics.proved_length,
-        tables.has_pairs,
-        carries_state,
-        _dtypes(graph_module.graph),
-        any(draws(node) for node in graph_module.graph.nodes),
-        trail,
+        graph_module=graph_module,
+        output_form=captured.output_form,
+        batched=_batched(graph_module.graph),
+        vocabulary=vocabulary,
+        limits=limits,
+        proved=statics.proved_length,
+        dense=tables.has_pairs,
+        carries_state=carries_state,
+        dtypes=_dtypes(graph_module.graph),
+        random=random,
+        trail=trail,
     )
 
 
@@ -151,4 +155,4 @@ def _batched(graph: fx.Graph) -> tuple[bool, ...]:
 
 def _limits(captured: Captured, statics: StaticValues) -> tuple[LengthLimit, ...]:
     found = (captured.limit, position_limit(statics))
-    return tuple(sorted((limit for limit in found if limit.tokens is not None), key=lambda limit: limit.tokens or 0))
+    return tuple(sorted((limit for limit in found if limit is not None), key=lambda limit: limit.tokens))

@@ -71,7 +71,8 @@ def make_program(unpacked: Unpacked, backend: str) -> Program:
 def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
     """The program for sequences of up to `tokens` tokens, as far as that can be proved.
 
-    Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use.
+    Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use; where not,
+    the program has not been checked yet.
 
     Raises:
         RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
@@ -79,7 +80,8 @@ def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: in
     rewritten = rewrite_model(unpacked, reach=1 << (tokens - 1).bit_length())
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
-    return replace(program, rewritten=rewritten, blocks=Blocks(rewritten.graph_module, BACKENDS[backend]))
+    blocks = Blocks(rewritten.graph_module, BACKENDS[backend])
+    return replace(program, rewritten=rewritten, blocks=blocks, checked=False)
 
 
 def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:

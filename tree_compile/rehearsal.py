@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import random
 import sys
 import types
@@ -15,14 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tree_compile.comparison import gap, relative_difference, tensors_of, tolerance
 from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
-from tree_compile.passes.source import frame_of_the_model, is_own, line_of_frame, line_of_stack, line_of_trace
+from tree_compile.passes.source import (
+    is_own,
+    line_of_code,
+    line_of_forward,
+    line_of_frame,
+    line_of_stack,
+    line_of_trace,
+)
 from tree_compile.patches import replaced
-from tree_compile.state import first_difference, state_of
-from tree_compile.unpacked import Unpacked, device_of, own_random_numbers
+from tree_compile.state import State, first_difference, state_of
+from tree_compile.unpacked import Unpacked, device_of, own_autocast_cache, own_random_numbers
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 _SHORT = (31, 29, 23, 19, 17, 13, 11, 7, 5, 3)
@@ -48,7 +54,7 @@ class Rehearsal:
 def rehearse(unpacked: Unpacked) -> Rehearsal:
     """Calls the model a few times in its present mode; its tensors and random numbers are left as they were."""
     calls = [_Call(unpacked, example) for example in _examples(unpacked)]
-    with _untouched(unpacked.model):
+    with untouched(unpacked.model):
         try:
             call = next((call for call in calls if _works(call)), None)
         except StatefulModelError as error:
@@ -63,7 +69,7 @@ def grow(unpacked: Unpacked, tokens: int) -> None:
 
     A model that fails has no such cache; what it is told is then that the sequence is too long.
     """
-    with _untouched(unpacked.model), torch.inference_mode(False), torch.no_grad():
+    with untouched(unpacked.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
         for length in (1 << (tokens - 1).bit_length(), tokens):
             ids = torch.zeros(1, length, dtype=torch.int64, device=unpacked.device)
             if _works(_Call(unpacked, tuple(ids.clone() for _ in unpacked.input_names))):
@@ -100,14 +106,10 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 def _findings(call: _Call) -> RefusedModelError | None:
     found: list[SourceLine | None] = []
     with torch.autograd.detect_anomaly(check_nan=False), _hooks_on_nodes(found):
-        outputs = _tensors(call())
+        outputs = tensors_of(call())
     if found:
         return _hook_on_a_node(found[0])
     return _lost_gradient(call, outputs) or _memory(call, outputs)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ class _Call:
     def model(self) -> nn.Module:
         return self.unpacked.model
 
+    def state(self) -> State:
+        return state_of(self.model, self.unpacked.keywords)
+
 
 def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
     """Inputs to try, one by one; token ids are small enough for any vocabulary."""
@@ -135,7 +140,8 @@ def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
+    """What is called inside leaves the model's tensors and all random numbers as they were."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     memory = [(parameter, parameter.data) for parameter in model.parameters()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
@@ -170,7 +176,7 @@ class _Protected(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _holds(self, value: Any) -> bool:
-        return any(tensor.untyped_storage()._cdata in self._memory for tensor in _tensors(value))
+        return any(tensor.untyped_storage()._cdata in self._memory for tensor in tensors_of(value))
 
 
 def _arguments(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -198,7 +204,7 @@ def _hooks_on_nodes(found: list[SourceLine | None]) -> Iterator[None]:
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
         registers = event == "c_call" and getattr(function, "__name__", "") in ("register_hook", "register_prehook")
         if registers and isinstance(getattr(function, "__self__", None), torch.autograd.graph.Node):
-            found.append(_line_of(frame))
+            found.append(line_of_code(frame))
 
     with _profiled(profile):
         yield
@@ -206,7 +212,12 @@ def _hooks_on_nodes(found: list[SourceLine | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _profiled(profile: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
-    previous = sys.getprofile()
+    """Calls `profile` for all that is called inside; a profiler that could not be put back is left alone."""
+    previous: Any = sys.getprofile()
+    # Before Python 3.12, that of cProfile is an object that sys.setprofile cannot take.
+    if previous is not None and not callable(previous):
+        yield
+        return
     sys.setprofile(profile)
     try:
         yield
@@ -256,14 +267,30 @@ def _not_registered(shape: tuple[int, ...], where: SourceLine | None) -> LostGra
 
 def _memory(call: _Call, outputs: Sequence[Tensor]) -> StatefulModelError | None:
     """An error where a call changes what the next one computes with, or computes something else than the last one."""
-    state, of_python, of_numpy = state_of(call.model), random.getstate(), _numpy_position()
-    again = _tensors(call())
+    state, of_python, of_numpy = call.state(), random.getstate(), _numpy_position()
+    again = tensors_of(call())
+    without_gradients = _without_gradients(call)
     if random.getstate() != of_python or _numpy_position() != of_numpy:
         return _draws(_line_of_draw(call))
-    name = first_difference(state, state_of(call.model))
+    name = first_difference(state, call.state())
     if name is not None:
         return _changes(name, _line_of_change(call, name) or _line_that_changes(call))
-    return None if _equal(outputs, again) else _wanders(line_of_forward(call.model))
+    if not _equal(outputs, again):
+        return _wanders(line_of_forward(call.model))
+    # Without gradients torch may choose another kernel.
+    allowed = tolerance(tensor.dtype for tensor in outputs)
+    if without_gradients is None or relative_difference([without_gradients], [outputs]) <= allowed:
+        return None
+    return _asks_for_gradients(line_of_forward(call.model))
+
+
+def _without_gradients(call: _Call) -> list[Tensor] | None:
+    """The outputs under `torch.no_grad`; None where the model fails there, so that no output can be wrong."""
+    try:
+        with torch.no_grad():
+            return tensors_of(call())
+    except Exception:
+        return None
 
 
 def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
@@ -271,12 +298,8 @@ def _equal(outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.dtype not in _ROUNDING:
-        return torch.equal(a, b)
-    a, b, limit = a.detach().double().nan_to_num(), b.detach().double().nan_to_num(), _ROUNDING[a.dtype]
-    return not a.numel() or bool((a - b).abs().max() <= limit * a.abs().max())
+    between = gap(a, b)
+    return between.difference <= _ROUNDING.get(a.dtype, 0.0) * between.scale
 
 
 def _numpy_position() -> str:
@@ -288,7 +311,7 @@ def _line_of_draw(call: _Call) -> SourceLine | None:
 
     def profile(frame: types.FrameType, event: str, function: Any) -> None:
         drawn = isinstance(getattr(function, "__self__", None), (random.Random, np.random.RandomState))
-        if event == "c_call" and drawn and (line := _line_of(frame)) is not None:
+        if event == "c_call" and drawn and (line := line_of_code(frame)) is not None:
             found.append(line)
 
     with _profiled(profile):
@@ -298,12 +321,13 @@ def _line_of_draw(call: _Call) -> SourceLine | None:
 
 def _line_that_changes(call: _Call) -> SourceLine | None:
     """The line of the user's own files after which the state has changed."""
-    before, lines, found = state_of(call.model), list[SourceLine](), list[SourceLine]()
+    before, lines, found = call.state(), list[SourceLine](), list[SourceLine]()
 
     def trace(frame: types.FrameType, event: str, _argument: Any) -> Any:
-        if found or len(lines) > _MOST_LINES or not is_own(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if found or len(lines) > _MOST_LINES or not is_own(file) or file.startswith("<"):
             return None
-        if lines and event != "call" and state_of(call.model) != before:
+        if lines and event != "call" and call.state() != before:
             found.append(lines[-1])
         if event == "line":
             lines.append(line_of_frame(frame))
@@ -318,15 +342,6 @@ def _line_that_changes(call: _Call) -> SourceLine | None:
     return found[0] if found else None
 
 
-def line_of_forward(model: nn.Module) -> SourceLine | None:
-    """Where the model's `forward` begins."""
-    code = getattr(type(model).forward, "__code__", None)
-    if code is None:
-        return None
-    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return SourceLine(code.co_filename, code.co_firstlineno, text)
-
-
 def _line_of_change(call: _Call, name: str) -> SourceLine | None:
     """The line that sets the attribute of a module."""
     set_attribute: Callable[..., None] = nn.Module.__setattr__
@@ -335,18 +350,13 @@ def _line_of_change(call: _Call, name: str) -> SourceLine | None:
 
     def note(module: nn.Module, attribute: str, value: Any) -> None:
         is_it = f"{paths.get(id(module))}.{attribute}".removeprefix(".") == name
-        if is_it and (line := _line_of(sys._getframe(1))) is not None:
+        if is_it and (line := line_of_code(sys._getframe(1))) is not None:
             found.append(line)
         set_attribute(module, attribute, value)
 
     with replaced(nn.Module, "__setattr__", note):
         call()
     return found[0] if found else None
-
-
-def _line_of(frame: types.FrameType) -> SourceLine | None:
-    of_model = frame_of_the_model(frame)
-    return None if of_model is None else line_of_frame(of_model)
 
 
 def _draws(where: SourceLine | None) -> StatefulModelError:
@@ -364,6 +374,15 @@ def _wanders(where: SourceLine | None) -> StatefulModelError:
         where=where,
         why="it computes with something that changes from call to call, of which a captured graph keeps one value.",
         hint="look for counters, generators, files and clocks that forward uses, and move them out of it.",
+    )
+
+
+def _asks_for_gradients(where: SourceLine | None) -> StatefulModelError:
+    return StatefulModelError(
+        "The model gives other outputs under torch.no_grad().",
+        where=where,
+        why="a captured graph takes the way through the code that is taken with gradients, for all calls.",
+        hint="ask self.training, or an attribute of the model, instead of torch.is_grad_enabled().",
     )
 
 

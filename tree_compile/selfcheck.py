@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils import _pytree as pytree
 
+from tree_compile.comparison import gap, relative, relative_difference, tensors_of, tolerance
 from tree_compile.errors import SelfCheckError
 from tree_compile.foreign import plain_checkpoints
+from tree_compile.modes import evaluation, without_dropout
 from tree_compile.output import RowResult, TreeOutput
-from tree_compile.patches import replaced
-from tree_compile.programs import Program
+from tree_compile.programs import Program, make_program
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import Unpacked, own_autocast_cache
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _GRADIENT_ROUNDING = 10
 """A gradient is a sum of more terms than an output."""
 _MOST_GRADIENTS = 1 << 26
-_LEAST_GRADIENT = 1e-3
-"""Of the greatest gradient of all: a smaller one may be the rounding of 0, as that of a bias of all keys is."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class CheckReport:
     """How far the tree model is from the unpacked model.
 
     Attributes:
-        greatest_output_difference: over all outputs, relative to the greatest output.
+        greatest_output_difference: over all outputs, each tensor of an output relative to its greatest number.
         greatest_gradient_difference: over all parameters, each relative to its greatest gradient; None where no
             gradients were compared.
         tolerance: what is allowed for both.
@@ -81,14 +75,22 @@ def compare(
     The loss of the gradients gives every output of every sequence a random weight of its own, so that the gradient
     of a shared token must be the sum over its sequences. Gradients of `parameters` are compared.
     """
-    with torch.set_grad_enabled(bool(parameters)):
+    with torch.inference_mode(False), torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
         alone = _unpacked_side(unpacked, plan, program, weights, parameters)
-    worst, gradient_difference = worst_gradient(packed.gradients, alone.gradients)
+    worst, gradient_difference = _worst_gradient_of(packed, alone, parameters)
     return CheckReport(
-        _relative(packed.outputs, alone.outputs), gradient_difference if parameters else None, tolerance_of(program),
+        relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
         worst, plan.input_tokens, plan.packed_tokens, len(plan.rows),
     )  # fmt: skip
+
+
+def _worst_gradient_of(packed: _Side, alone: _Side, parameters: Mapping[str, nn.Parameter]) -> tuple[str, float | None]:
+    """As `worst_gradient`; None where neither side's outputs depend on the parameters."""
+    if not packed.gradients and not alone.gradients:
+        return "", None
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    return worst_gradient(packed.gradients, {**zeros, **alone.gradients})
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _packed_side(
 ) -> tuple[_Side, list[list[Tensor]]]:
     """The tree model's side, and the weights of its outputs in the loss."""
     packed = TreeOutput([run(row) for row in plan.rows], program.rewritten.output_form)
-    parts = [_tensors(packed[sequence]) for sequence in range(plan.sequences)]
+    parts = [tensors_of(packed[sequence]) for sequence in range(plan.sequences)]
     weights = _weights(parts)
     gradients = _gradients(parts, weights, parameters)
     return _Side([[part.detach() for part in own] for own in parts], gradients), weights
@@ -117,32 +119,20 @@ def _unpacked_side(
     weights: Sequence[Sequence[Tensor]],
     parameters: Mapping[str, nn.Parameter],
 ) -> _Side:
-    side = _Side([], {name: torch.zeros_like(parameter) for name, parameter in parameters.items()})
+    side = _Side([], {})
     for sequence, own_weights in enumerate(weights):
-        with plain_checkpoints():
-            parts = _tensors(unpacked(_sequence_inputs(plan, sequence, unpacked.input_names, program.device)))
+        with plain_checkpoints(unpacked.model):
+            parts = tensors_of(unpacked(_sequence_inputs(plan, sequence, unpacked.input_names, program.device)))
         parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
         side.outputs.append([part.detach() for part in parts])
         for name, gradient in _gradients([parts], [own_weights], parameters).items():
-            side.gradients[name] += gradient
+            side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient
     return side
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that get gradients, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def tolerance_of(program: Program) -> float:
-    """Relative difference that rounding explains: that of the coarsest dtype that the model computes in.
-
-    Many float64 models compute a part, such as a norm or a rotary table, in float32 by design.
-    """
-    return max((_TOLERANCE[dtype] for dtype in program.rewritten.dtypes if dtype in _TOLERANCE), default=1e-4)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _weights(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -166,9 +156,11 @@ def _gradients(
     ]
     if not parameters or not terms:
         return {}
-    found = torch.autograd.grad(
-        torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
-    )
+    # Autocast around a backward pass would cast once more, which nobody trains with.
+    with torch.autocast(terms[0].device.type, enabled=False):
+        found = torch.autograd.grad(
+            torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
     return dict(zip(parameters, found, strict=True))
 
 
@@ -178,42 +170,41 @@ def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: to
     return [torch.from_numpy(row.inputs[name][path].astype(np.int64))[None].to(device) for name in names]
 
 
-def _relative(packed: Sequence[Sequence[Tensor]], unpacked: Sequence[Sequence[Tensor]]) -> float:
-    pairs = [
-        (a.double(), b.double())
-        for own, other in zip(packed, unpacked, strict=True)
-        for a, b in zip(own, other, strict=True)
-    ]
-    scale = max((float(b.abs().max()) for _, b in pairs if b.numel()), default=1.0)
-    return max((difference(a, b) for a, b in pairs), default=0.0) / max(scale, 1e-30)
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """Greatest absolute difference; infinite where a number is NaN on one side, or the shapes differ."""
-    if a.shape != b.shape:
-        return float("inf")
-    greatest = float((a - b).abs().max()) if a.numel() else 0.0
-    return greatest if greatest == greatest else float("inf")
-
-
 def worst_gradient(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor]) -> tuple[str, float]:
     """The parameter whose gradient differs most, relative to its own greatest entry; and by how much."""
-    greatest = max((_greatest(gradient) for gradient in unpacked.values()), default=0.0)
-    worst, name_of_worst = 0.0, ""
-    for name, gradient in unpacked.items():
-        scale = max(_greatest(gradient), _LEAST_GRADIENT * greatest, 1e-30)
-        other = packed.get(name, torch.zeros_like(gradient))
-        relative = difference(other.double(), gradient.double()) / scale
-        if relative > worst:
-            worst, name_of_worst = relative, name
-    return name_of_worst, worst
-
-
-def _greatest(gradient: Tensor) -> float:
-    return float(gradient.double().abs().max()) if gradient.numel() else 0.0
+    gaps = [gap(packed.get(name, torch.zeros_like(gradient)), gradient) for name, gradient in unpacked.items()]
+    found = dict(zip(unpacked, relative(gaps), strict=True))
+    worst = max(found, key=found.__getitem__, default="")
+    return (worst, found[worst]) if found.get(worst) else ("", 0.0)
 
 
 # The check of the first call
+
+
+def check_program(unpacked: Unpacked, program: Program) -> Program:
+    """The program, once it has been compared with the model in the mode that the model is in.
+
+    One that draws random numbers is compared without dropout, or in eval mode where it draws then too.
+
+    Raises:
+        RefusedModelError: in eval mode, the model cannot be proved exact on a prefix tree.
+        SelfCheckError: they differ by more than rounding.
+    """
+    if not program.rewritten.random:
+        self_check(unpacked, program)
+    elif not _checked_without_dropout(unpacked):
+        with evaluation(unpacked.model):
+            self_check(unpacked, make_program(unpacked, "eager"))
+    return replace(program, checked=True)
+
+
+def _checked_without_dropout(unpacked: Unpacked) -> bool:
+    """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
+    with without_dropout():
+        calm = make_program(unpacked, "eager")
+        if not calm.rewritten.random:
+            self_check(unpacked, calm)
+    return not calm.rewritten.random
 
 
 def self_check(unpacked: Unpacked, program: Program) -> None:
@@ -256,34 +247,6 @@ def small_tree(program: Program, input_names: Sequence[str]) -> dict[str, list[l
     random = np.random.default_rng(0)
     trunk, branch, *tails = (random.integers(0, vocabulary, count).tolist() for count in (9, 5, 1, 4, 7, 3))
     paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
-    limit = min((limit.tokens for limit in program.rewritten.limits if limit.tokens), default=1 << 30)
+    limit = max(1, min((limit.tokens for limit in program.rewritten.limits), default=1 << 30))
     tokens = [path[:limit] for path in paths]
     return {name: tokens if place == 0 else [[0] * len(t) for t in tokens] for place, name in enumerate(input_names)}
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """`model` in eval mode; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Dropout keeps everything, in any mode: for this thread, and for modules and functions of torch.nn alike."""
-
-    def keep(input: Tensor, *_args: Any, **_options: Any) -> Tensor:  # noqa: A002
-        return input
-
-    with ExitStack() as stack:
-        for name in _DROPOUTS:
-            stack.enter_context(replaced(functional, name, keep))
-        yield

@@ -6,19 +6,20 @@ import enum
 import functools
 import itertools
 import operator
-import os
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tree_compile.passes.source import is_own
 from tree_compile.patches import original_of
+from tree_compile.unpacked import device_of
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
@@ -39,7 +40,6 @@ _OF_AN_OBJECT = 2
 """An object of another library counts as two levels: from there one comes to all kinds of things."""
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader)
 """What a trainer has beside the model, and changes in every step."""
-_NOT_THE_USERS = (f"{os.sep}site-packages{os.sep}", os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 
 Entry = tuple[str, str, Hashable]
 
@@ -49,26 +49,35 @@ class State(NamedTuple):
 
     Attributes:
         modes: for every module, whether it trains.
+        ambient: the settings of torch around the call: autocast and the default dtype.
         entries: path, name and value of hooks, parameters, buffers, and of the settings of modules, of their classes,
             of the objects in them, and of the user's own functions.
     """
 
     modes: tuple[bool, ...]
+    ambient: tuple[Entry, ...]
     entries: tuple[Entry, ...]
 
 
-def state_of(model: nn.Module) -> State:
-    """Changes whenever a captured graph of `model` may no longer be the model."""
+def state_of(model: nn.Module, keywords: Mapping[str, Any] | None = None) -> State:
+    """Changes whenever a captured graph of `model`, called with `keywords`, may no longer be the model."""
     reader = _Reader()
     reader.read_module("", model)
+    reader.read("forward_kwargs", "", keywords, 0)
     for name in ("forward", "forward_pre", "backward", "backward_pre"):
         reader.read_hooks("hooks of all modules", getattr(nn.modules.module, f"_global_{name}_hooks"))
-    return State(tuple(reader.modes), tuple(reader.entries))
+    return State(tuple(reader.modes), tuple(_ambient(device_of(model).type)), tuple(reader.entries))
+
+
+def _ambient(device: str) -> Iterator[Entry]:
+    yield "torch", "get_default_dtype()", torch.get_default_dtype()
+    yield "torch", "autocast", torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def first_difference(before: State, after: State) -> str | None:
     """Name of the first entry in which two states differ."""
-    for old, new in itertools.zip_longest(before.entries, after.entries):
+    entries = ((*state.ambient, *state.entries) for state in (before, after))
+    for old, new in itertools.zip_longest(*entries):
         if old != new:
             path, name, _ = new or old
             return f"{path}.{name}".strip(".")
@@ -158,35 +167,34 @@ class _Reader:
         if depth >= _DEEPEST or isinstance(value, _TRAINING) or (is_container and len(value) > _MOST_ENTRIES):
             self.entries.append((path, "", (_Same(value), _identities(value) if is_container else None)))
             return
-        if not is_container and not isinstance(value, _WRAPPERS) and _is_users_class(type(value)):  # type: ignore[arg-type]
+        is_open = is_container or isinstance(value, _WRAPPERS)
+        is_users = not is_open and _is_users_class(type(value))  # type: ignore[arg-type]
+        if is_users:
             self._read_class(path, type(value))
         parts = _parts(value)
         if parts is None:
             self.entries.append((path, "", _text(value)))
             return
-        is_near = is_container or isinstance(value, _WRAPPERS) or _is_users_class(type(value))  # type: ignore[arg-type]
-        below = depth + (1 if is_near else _OF_AN_OBJECT)
+        below = depth + (1 if is_open or is_users else _OF_AN_OBJECT)
         for key, part in parts:
             self.read(path, str(key), part, below)
 
     # Code
 
     def _read_class(self, path: str, kind: type) -> None:
-        """What a class says, up to those of torch."""
+        """What a class and its bases say, those of torch left out."""
         self.entries.append((path, "", kind))
         if id(kind) in self._seen:
             return
         self._seen[id(kind)] = (len(self._seen), kind)
         self.entries.append((path, "forward", _Same(getattr(kind, "forward", None))))
-        for base in kind.__mro__:
-            if base is nn.Module or base is object:
-                break
-            if not (base.__module__ == "torch" or base.__module__.startswith("torch.")):
-                self._read_own_class(base, _is_users_class(base))
+        for base in kind.__mro__[:-1]:
+            is_users = _is_users_class(base)
+            is_torchs = base.__module__ == "torch" or base.__module__.startswith("torch.")
+            if is_users or (issubclass(kind, nn.Module) and not is_torchs):
+                self._read_own_class(base, is_users)
 
     def _read_own_class(self, kind: type, is_users: bool) -> None:
-        if not is_users and not issubclass(kind, nn.Module) and not _is_mixin(kind):  # type: ignore[arg-type]
-            return
         path = kind.__qualname__
         for name, found in tuple(vars(kind).items()):
             value = original_of(found)
@@ -201,7 +209,7 @@ class _Reader:
         """The function; of the user's own ones also what they take from around them."""
         self.entries.append((path, "", function))
         code = getattr(function, "__code__", None)
-        if code is None or not _is_users_file(code.co_filename):
+        if code is None or not is_own(code.co_filename):
             return
         self.entries.append((path, "", code))
         for number, cell in enumerate(function.__closure__ or ()):
@@ -209,10 +217,14 @@ class _Reader:
                 self._read_of_code(code.co_freevars[number], value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._read_of_code(path, value)
-        around = function.__globals__
-        for name in _names(code):
+        names, around = _names(code), function.__globals__
+        for name in names:
             if name in around:
                 self._read_of_code(name, around[name])
+        for path, module in _modules(names, around):
+            for name in names:
+                if name in vars(module):
+                    self._read_of_code(f"{path}.{name}", vars(module)[name])
 
     def _read_of_code(self, name: str, value: Any) -> None:
         """Of the objects that code takes from around it, those of other libraries are left alone: loggers and such."""
@@ -323,22 +335,39 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_users_file(file: str) -> bool:
-    return not any(part in file for part in _NOT_THE_USERS)
+def _is_users_class(kind: Any) -> bool:
+    return _is_users_module(kind.__module__)
 
 
 @functools.cache
-def _is_users_class(kind: Any) -> bool:
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__":
+def _is_users_module(name: str) -> bool:
+    if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
         return False
-    return _is_users_file(str(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""))
+    return is_own(str(getattr(sys.modules.get(name), "__file__", None) or ""))
+
+
+def _modules(names: Sequence[str], around: Mapping[str, Any]) -> list[tuple[str, types.ModuleType]]:
+    """The user's modules that code comes to by its `names`, also where it imports them itself; each with its path."""
+    found: dict[int, tuple[str, types.ModuleType]] = {}
+    stack = [
+        (name, value) for name in names for value in ([around[name]] if name in around else _imported(name, around))
+    ]
+    while stack:
+        path, module = stack.pop()
+        if isinstance(module, types.ModuleType) and id(module) not in found and _is_users_module(module.__name__):
+            found[id(module)] = path, module
+            stack += [(f"{path}.{name}", vars(module)[name]) for name in names if name in vars(module)]
+    return list(found.values())
+
+
+def _imported(name: str, around: Mapping[str, Any]) -> Iterator[types.ModuleType]:
+    """The modules that an `import name` inside of a function may mean, as far as they have been imported."""
+    package = str(around.get("__package__") or "").split(".")
+    for end in range(len(package) + 1):
+        path = ".".join(part for part in (*package[:end], name) if part)
+        if path in sys.modules:
+            yield sys.modules[path]
 
 
 def _is_others_class(value: Any) -> bool:
     return isinstance(value, type) and not _is_users_class(value)
-
-
-@functools.cache
-def _is_mixin(kind: Any) -> bool:
-    """Whether it is a base of modules that is no module itself."""
-    return any(issubclass(below, nn.Module) for below in kind.__subclasses__())

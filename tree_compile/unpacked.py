@@ -52,3 +52,17 @@ def own_random_numbers(device: torch.device) -> Iterator[None]:
     """What is drawn inside, on the CPU and on `device`, leaves torch's random numbers as they were."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
+
+
+@contextlib.contextmanager
+def own_autocast_cache() -> Iterator[None]:
+    """Weights that autocast casts inside are cast for what is inside alone.
+
+    Autocast would keep those of a call without gradients, and use them in a later call that needs gradients.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,7 +1,10 @@
 """A model that was changed after the first call is captured again; one that its own calls change is refused."""
 
+import cProfile
 import itertools
+import pstats
 import random
+import re
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -239,6 +242,49 @@ def test_model_whose_calls_differ_is_refused(training):
         tree_model(model).explain()
 
 
+class Masked(Tiny):
+    def forward(self, ids):
+        return super().forward(ids).masked_fill(torch.arange(32) > 20, torch.finfo(torch.float64).min)
+
+
+def test_model_whose_calls_differ_beside_a_fill_is_refused():
+    with pytest.raises(StatefulModelError, match="give different outputs"):
+        tree_model(Masked(reads_a_clock)).explain()
+
+
+def asks_for_gradients(model, x, ids):
+    return x * 2 if torch.is_grad_enabled() else x
+
+
+def caches_without_gradients(model, x, ids):
+    if not torch.is_grad_enabled():
+        model.cached = x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [(asks_for_gradients, "under torch.no_grad()"), (caches_without_gradients, "changes its 'cached'")],
+)
+def test_model_that_asks_whether_gradients_are_needed_is_refused(step, found):
+    with pytest.raises(StatefulModelError, match=re.escape(found)):
+        tree_model(Tiny(step)).explain()
+
+
+def in_the_default_dtype(model, x, ids):
+    return x * torch.full((), 1 / 3).to(x.dtype)
+
+
+def test_default_dtype_that_changes_is_seen():
+    tree = tree_model(Tiny(in_the_default_dtype))
+    require_equal(tree)
+    torch.set_default_dtype(torch.float64)
+    try:
+        require_equal(tree)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_model_that_only_draws_from_torch_is_not_taken_for_one_that_remembers():
     assert tree_model(Tiny(lambda model, x, ids: F.dropout(x, 0.5))).explain()
 
@@ -286,3 +332,21 @@ def test_model_with_few_positions_is_captured():
     require_equal(tree)
     with pytest.raises(SequenceTooLongError):
         tree([[1] * 10])
+
+
+def attends(model, x, ids):
+    return merged(F.scaled_dot_product_attention(*model.heads(x), is_causal=True))
+
+
+def test_first_call_under_a_profiler_is_exact_and_profiled_to_its_end():
+    tree = tree_model(Tiny(attends))
+    with cProfile.Profile() as profiler:
+        require_equal(tree)
+        last = sorted(SEQUENCES)
+    assert last == SEQUENCES
+    assert any("sorted" in str(function) for function in pstats.Stats(profiler).stats)
+
+
+def test_draw_under_a_profiler_is_refused():
+    with cProfile.Profile(), pytest.raises(StatefulModelError, match="Python's or NumPy's generator"):
+        tree_model(Tiny(draws_from_python)).explain()

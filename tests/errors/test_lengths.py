@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
+from tree_compile.capture import _same_at
 from tree_compile.errors import (
     CaptureError,
     ControlFlowError,
@@ -13,6 +14,7 @@ from tree_compile.errors import (
     SequenceTooLongError,
     TokenMixingError,
 )
+from tree_compile.unpacked import Unpacked
 
 # Python code that needs one length, or the tokens
 
@@ -374,3 +376,44 @@ def test_cache_that_grows_with_the_sequences_is_exact():
         for own, logits in zip(sequences, tree(sequences), strict=True):
             torch.testing.assert_close(logits, tree.unpacked(torch.tensor([own]))[0])
     assert tree.unpacked.cache.shape[0] == 512
+
+
+# Where graph and model are compared at one length
+
+
+def writes_and_takes_rows(model, x, ids):
+    model.table.mul_(0.9)
+    return x + model.rows[: x.shape[1]] + model.table[0]
+
+
+def test_comparison_at_one_length_leaves_buffers_as_they_were():
+    model = Tiny(writes_and_takes_rows).double()
+    before = model.table.clone()
+    with pytest.raises(TokenMixingError):
+        tree_model(model).explain()
+    assert torch.equal(model.table, before)
+
+
+class TwoOutputs(torch.nn.Module):
+    def forward(self, ids):
+        return ids * 0.5, ids * 0.0 - torch.inf
+
+
+def fails(ids):
+    raise KeyError(ids.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("graph", "is_same"),
+    [
+        (lambda ids: (ids * 0.5, ids * 0.0 - torch.inf), True),
+        (lambda ids: (ids * 0.5, ids * 0.0), False),
+        (lambda ids: (ids * 0.51, ids * 0.0 - torch.inf), False),
+        (lambda ids: (ids[:, :3] * 0.5, ids * 0.0 - torch.inf), False),
+        (lambda ids: (ids * 0.5,), False),
+        (fails, False),
+    ],
+)
+def test_graph_that_is_another_at_one_length_is_told_from_the_model(graph, is_same):
+    unpacked = Unpacked(TwoOutputs(), ("ids",), {})
+    assert _same_at(unpacked, graph, 5) is is_same

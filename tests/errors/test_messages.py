@@ -1,10 +1,18 @@
 """What torch.export says in its own words is said in terms of the model."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from tests.errors.refusal import Tiny, named, require_refusal, tree_model
+from tree_compile import api, rehearsal
 from tree_compile.errors import CaptureError, ControlFlowError, LengthDependentError, UnsupportedOutputError
+from tree_compile.models import dense
+from tree_compile.passes import attention
+from tree_compile.passes.source import is_own, is_users
+from tree_compile.runtime import unpack
 
 
 def spaced(model, x, ids):
@@ -57,3 +65,20 @@ def test_setting_the_data_of_a_tensor_works_after_a_capture():
     assert x.shape == (3,)
     assert "data" not in vars(torch.Tensor)
     assert "data" not in vars(x)
+
+
+FILES = [
+    (__file__, True, True),
+    (dense.__file__, True, True),
+    (np.__file__, True, False),
+    (random.__file__, True, False),
+    (torch.nn.__file__, False, False),
+    ("<eval_with_key>.3", False, False),
+    *((module.__file__, False, False) for module in (api, rehearsal, attention, unpack)),
+]
+
+
+@pytest.mark.parametrize(("file", "is_of_users", "is_of_model"), FILES)
+def test_files_of_torch_and_of_this_package_are_never_the_models(file, is_of_users, is_of_model):
+    assert is_users(file) is is_of_users
+    assert is_own(file) is is_of_model

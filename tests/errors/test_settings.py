@@ -1,6 +1,8 @@
 """Whatever a model computes with is seen when it changes, wherever it is kept."""
 
 import functools
+import sys
+import types
 from collections import deque
 from fractions import Fraction
 
@@ -14,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from tests.errors.refusal import WIDTH, Tiny, tree_model
 from tests.errors.test_changes import require_equal
+from tree_compile import treecompile
 from tree_compile.errors import TokenRangeError
 from tree_compile.state import state_of
 
@@ -70,7 +73,14 @@ class Doubled(nn.Module):
         return x * 2
 
 
-class WithClass(Tiny):
+class Factor:
+    more = 1.0
+
+    def factor(self):
+        return self.more
+
+
+class WithClass(Tiny, Factor):
     by = 2.0
 
     def scaled(self, x):
@@ -93,15 +103,54 @@ NUMBERS = {"by": 2.0}
 
 
 def step(model, x, ids):
-    return model.scaled(model.project[0](x)) * NUMBERS["by"] * Slotted.__dict__.get("more", 1)
+    return model.scaled(model.project[0](x)) * model.factor() * NUMBERS["by"] * Slotted.__dict__.get("more", 1)
 
 
 def swap_parametrization(model):
     model.project[0].parametrizations.weight[0] = Doubled()
 
 
+settings = types.ModuleType("settings_of_the_model")
+settings.inner = types.ModuleType("settings_of_the_model.inner")
+for module in (settings, settings.inner):
+    sys.modules[module.__name__] = module
+    exec("LEVEL, SCALE = 2.0, 3.0\ndef gate(x): return x * LEVEL", vars(module))
+
+
+def step_with_modules(model, x, ids):
+    import settings_of_the_model as found_inside
+
+    return settings.gate(x) * settings.inner.SCALE + settings.inner.gate(x) * found_inside.SCALE
+
+
+OF_MODULES = [(module, name) for module in (settings, settings.inner) for name in ("LEVEL", "SCALE", "gate")]
+
+
+@pytest.mark.parametrize(("module", "name"), OF_MODULES)
+def test_change_behind_the_name_of_a_module_is_seen(module, name, monkeypatch):
+    tree = tree_model(Tiny(step_with_modules))
+    require_equal(tree)
+    monkeypatch.setattr(module, name, 5.0 if name.isupper() else lambda x: x * 7)
+    require_equal(tree)
+
+
+class WithOptions(Tiny):
+    def forward(self, ids, options=None):
+        return super().forward(ids) * options["by"]
+
+
+@pytest.mark.parametrize("by", [3.0, torch.tensor(3.0)])
+def test_change_of_a_constant_argument_is_seen(by):
+    options, x = {"by": 2.0}, torch.tensor([[1, 2, 3]])
+    tree = treecompile(WithOptions(lambda model, x, ids: x), backend="eager", forward_kwargs={"options": options})
+    for options["by"] in (2.0, by):
+        torch.testing.assert_close(tree(x.tolist())[0], tree.unpacked(x, options=options)[0])
+
+
 CHANGES = {
     "class attribute": lambda model: setattr(WithClass, "by", WithClass.by + 1),
+    "attribute of a class behind nn.Module": lambda model: setattr(Factor, "more", Factor.more + 1),
+    "method of a class behind nn.Module": lambda model: setattr(Factor, "factor", lambda self: 7),
     "method of the class": lambda model: setattr(WithClass, "scaled", lambda self, x: x * 5),
     "class of the model": lambda model: setattr(model, "__class__", Other),
     "attribute of a hook": lambda model: setattr(model.hook, "by", 3.0),

@@ -44,6 +44,17 @@ def test_first_calls_of_several_threads_are_exact(are_shared):
     assert not errors
 
 
+def test_check_waits_for_another_thread_before_it_changes_modes():
+    tree = tree_model(Tiny(attends)).train()
+    thread = threading.Thread(target=tree.check)
+    with tree._making:
+        thread.start()
+        thread.join(0.5)
+        assert all(module.training for module in tree.unpacked.modules())
+    thread.join()
+    assert all(module.training for module in tree.unpacked.modules())
+
+
 @pytest.mark.parametrize(("owner", "name"), [(Tensor, "register_hook"), (nn.Module, "__setattr__"), (F, "dropout")])
 def test_what_is_replaced_is_replaced_in_one_thread(owner, name):
     original, found = getattr(owner, name), []
@@ -60,6 +71,11 @@ def test_what_is_replaced_is_replaced_in_one_thread(owner, name):
     if owner is not F:
         assert found == [original]
     assert vars(owner)[name] is before
+
+
+def test_what_torch_does_not_have_is_not_replaced():
+    with pytest.raises(AttributeError, match="no_such_method"), replaced(Tensor, "no_such_method", print):
+        pass
 
 
 def test_replacements_of_two_threads_end_in_any_order():

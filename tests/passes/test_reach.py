@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tree_compile import treecompile
+from tree_compile import selfcheck, treecompile
 from tree_compile.errors import SequenceTooLongError
 from tree_compile.passes.static_values import FIRST_REACH
+from tree_compile.selfcheck import CheckReport
 
 Mask = Callable[[Tensor, Tensor, nn.Module], Tensor]
 
@@ -47,6 +49,24 @@ def test_a_mask_with_a_hidden_constant_is_exact_beyond_it(name: str) -> None:
     out = treecompile(model, backend="eager")(sequences)
     for i, tokens in enumerate(sequences):
         assert torch.allclose(out.logits[i], model(torch.tensor([tokens]))[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("shift", "checks"), [(11, 2), (9, 1)])
+def test_graph_that_changes_for_longer_sequences_is_checked_again(
+    shift: int, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def compare(*args: Any) -> CheckReport:
+        compared.append(args)
+        return selfcheck_compare(*args)
+
+    selfcheck_compare = selfcheck.compare
+    monkeypatch.setattr(selfcheck, "compare", compare)
+    tree_model = treecompile(Masked(lambda q, k, _: q >> shift == k >> shift).double(), backend="eager")
+    tree_model([[1, 2, 3]])
+    tree_model([[1] * (2 * FIRST_REACH + 8), [1] * 8])
+    assert len(compared) == checks
 
 
 def test_longer_sequences_are_proved_when_they_come() -> None:

@@ -1,0 +1,69 @@
+"""What a model computes with autocast switched off stays so, also where autocast is on around the tree model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from tree_compile.errors import CaptureError
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.source import source_line
+from tree_compile.runtime.attention import tree_attention
+from tree_compile.runtime.autocast import attention_without_autocast, without_autocast
+
+AUTOCAST_OFF = "tree_compile_autocast_off"
+"""Meta key of nodes that the model computes with autocast switched off: the type of device that it is off for."""
+
+
+def switch_off_autocast(node: fx.Node, device: str) -> None:
+    """Notes that the model computes `node` with autocast switched off for devices of the type `device`.
+
+    Where autocast is off anyway there is nothing to note: the program for calls under autocast is another one.
+    """
+    if torch.is_autocast_enabled(device):
+        node.meta[AUTOCAST_OFF] = device
+
+
+def as_the_model(meta: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """The autocast under which the model computes a node with this `meta`."""
+    device = meta.get(AUTOCAST_OFF)
+    return contextlib.nullcontext() if device is None else torch.autocast(device, enabled=False)
+
+
+@dataclass(frozen=True)
+class KeepAutocastOff:
+    """Lets every operation run under the autocast that the model has there; the last pass, since it hides operators.
+
+    Raises:
+        CaptureError: a function that a rewrite put into the graph stands where autocast is off, and cannot be kept so.
+    """
+
+    name: str = field(default="autocast", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
+        for node in graph_module.graph.nodes:
+            if AUTOCAST_OFF in node.meta and isinstance(node.meta.get("val"), Tensor | tuple | list):
+                _keep_off(node, node.meta[AUTOCAST_OFF])
+        return ()
+
+
+def _keep_off(node: fx.Node, device: str) -> None:
+    if node.target is tree_attention:
+        node.target, node.args = attention_without_autocast, (device, *node.args)
+    elif isinstance(node.target, OpOverload):
+        operator: Any = node.target
+        node.target, node.args = without_autocast, (device, operator, *node.args)
+    elif str(getattr(node.target, "__module__", "")).startswith("tree_compile."):
+        raise CaptureError(
+            f"{node.target.__name__} cannot be kept out of autocast.",  # type: ignore[union-attr]
+            where=source_line(node),
+            why="the model switches autocast off there, and it would run in the dtype of autocast.",
+            hint="call the tree model outside of torch.autocast.",
+        )

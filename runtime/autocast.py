@@ -1,0 +1,22 @@
+"""Operations that a model computes with autocast switched off, while it is on around the tree model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.attention import tree_attention
+
+
+def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """`function(*args, **options)` with autocast switched off for devices of the type `device`."""
+    with torch.autocast(device, enabled=False):
+        return function(*args, **options)
+
+
+def attention_without_autocast(device: str, /, *args: Any, **options: Any) -> Tensor:
+    """`tree_attention(*args, **options)` in the dtype of its operands, which autocast would change."""
+    return without_autocast(device, tree_attention, *args, **options)

@@ -1,0 +1,142 @@
+"""Under autocast a tree model computes what the unpacked model computes under it, whichever call came first."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tree_compile import treecompile
+from tree_compile.tiny import tiny_model
+
+WIDTH, HEADS, VOCABULARY = 32, 2, 64
+LONG = torch.randint(0, VOCABULARY, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()
+SEQUENCES = [LONG, [*LONG[:1_990], 3, 4]]
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class Rotary(nn.Module):
+    """Attends with a rotary table that is a product, made with autocast off; its gate is computed without it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("frequencies", 0.5 ** torch.arange(WIDTH // HEADS // 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        with torch.autocast("cpu", enabled=False):
+            angle = (self.frequencies[:, None] @ torch.arange(ids.shape[1], dtype=torch.float32)[None]).T
+            gate = (30 * self.gate(x)).sin()
+        cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+        query, key, value = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(x).chunk(3, dim=-1)
+        )
+        turned = [part * cosine + part.roll(WIDTH // HEADS // 2, -1) * sine for part in (query, key)]
+        out = F.scaled_dot_product_attention(*turned, value.to(turned[0].dtype), is_causal=True)
+        return self.head(x + gate * out.transpose(1, 2).flatten(-2))
+
+
+def results(call: Callable[[], list[Tensor]], model: nn.Module) -> list[Tensor]:
+    """Outputs, and the gradients of all parameters."""
+    outputs = call()
+    loss = torch.stack([part.float().square().sum() for part in outputs]).sum()
+    with torch.autocast("cpu", enabled=False):  # as one trains: the backward pass is outside of autocast
+        return [*(part.detach() for part in outputs), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def require_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert float((one.float() - other.float()).norm() / other.float().norm()) <= tolerance
+
+
+def logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def tiny(name: str) -> nn.Module:
+    return tiny_model(name, max_position_embeddings=4_096)
+
+
+CASES = [
+    pytest.param(Rotary, (nullcontext, autocast), id="rotary outside first"),
+    pytest.param(Rotary, (autocast, nullcontext), id="rotary inside first"),
+    pytest.param(lambda: tiny("llama"), (nullcontext, autocast), id="llama outside first"),
+    pytest.param(lambda: tiny("llama"), (autocast, nullcontext), id="llama inside first"),
+    pytest.param(lambda: tiny("gpt2"), (autocast,), id="gpt2"),
+    pytest.param(lambda: tiny("qwen2"), (autocast,), id="qwen2"),
+]
+
+
+@pytest.mark.parametrize(("make", "places"), CASES)
+def test_call_under_autocast_is_that_of_the_unpacked_model(
+    make: Callable[[], nn.Module], places: Sequence[Callable[[], AbstractContextManager[Any]]]
+) -> None:
+    model = make().eval()
+    tree = treecompile(model, backend="eager")
+    for place in places:
+        with place():
+            ours = results(lambda: [logits(part) for part in tree(SEQUENCES)], model)
+            theirs = results(lambda: [logits(model(torch.tensor([tokens])))[0] for tokens in SEQUENCES], model)
+        require_close(ours, theirs, 1e-4 if place is nullcontext else 2e-2)
+
+
+def test_compiled_blocks_keep_autocast_off_where_the_model_does() -> None:
+    model = Rotary().eval()
+    tree = treecompile(model)
+    assert "attention_without_autocast" not in tree.graph()
+    with autocast():
+        ours = results(lambda: list(tree(SEQUENCES)), model)
+        theirs = results(lambda: [model(torch.tensor([tokens]))[0] for tokens in SEQUENCES], model)
+        assert "without_autocast" in tree.graph()
+        exec(tree.graph(), {})
+    require_close(ours, theirs, 2e-2)
+
+
+class Attends(Rotary):
+    """Attends with autocast off."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(ids)
+
+
+def test_model_that_switches_autocast_off_is_as_exact_under_autocast() -> None:
+    model = Attends().eval()
+    tree = treecompile(model, backend="eager")
+    with autocast():
+        ours = results(lambda: list(tree(SEQUENCES)), model)
+        theirs = results(lambda: [model(torch.tensor([tokens]))[0] for tokens in SEQUENCES], model)
+    require_close(ours, theirs, 1e-4)
+
+
+def test_first_call_without_gradients_leaves_later_ones_their_gradients() -> None:
+    """Autocast keeps the weights that it has cast, also for calls that need gradients."""
+    model = Rotary().eval()
+    tree = treecompile(model, backend="eager")
+    with autocast():
+        with torch.no_grad():
+            tree.explain()
+        gradients = results(lambda: list(tree(SEQUENCES)), model)[len(SEQUENCES) :]
+    assert all(bool(gradient.any()) for gradient in gradients)
+
+
+def test_every_autocast_keeps_its_program() -> None:
+    tree = treecompile(Rotary().eval(), backend="eager", self_check=False)
+    programs = []
+    for place in (nullcontext, autocast, nullcontext, autocast):
+        with place():
+            programs.append(tree._program(("input_ids",)))
+    assert programs[0] is programs[2]
+    assert programs[1] is programs[3]
+    assert programs[0] is not programs[1]

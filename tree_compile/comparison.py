@@ -1,0 +1,85 @@
+"""The tensors of an output, and how far those of two outputs are from each other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_FILL = 10_000.0
+"""An equal number on both sides that is as great as this says what is masked, and nothing of the others' size."""
+_LEAST = 1e-3
+"""Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0."""
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """Relative difference that rounding explains: that of the coarsest dtype that was computed in."""
+    return max((_TOLERANCE[dtype] for dtype in dtypes if dtype in _TOLERANCE), default=1e-4)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of a model's output, in order."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a tensor, or several, are from what they should be.
+
+    Attributes:
+        difference: greatest absolute difference of two numbers; infinite where one of them alone is NaN or infinite,
+            and where shapes or dtypes differ.
+        scale: greatest absolute number that is expected, fills that both sides have left out.
+    """
+
+    difference: float = 0.0
+    scale: float = 0.0
+
+    def __or__(self, other: Gap) -> Gap:
+        return Gap(max(self.difference, other.difference), max(self.scale, other.scale))
+
+
+def gap(found: Tensor, expected: Tensor) -> Gap:
+    """Compares two tensors."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return Gap(math.inf, 0.0)
+    if not found.numel():
+        return Gap()
+    a, b = _exact(found), _exact(expected)
+    differs = (a != b) & ~(a.isnan() & b.isnan())
+    difference = float(torch.where(differs, (a - b).abs(), 0.0).max())
+    counts = (differs | (b.abs() < _FILL)) & b.isfinite()
+    scale = float(torch.where(counts, b.abs(), 0.0).max())
+    return Gap(math.inf if math.isnan(difference) else difference, scale)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def relative(gaps: Sequence[Gap]) -> list[float]:
+    """The difference of each, relative to its own scale."""
+    least = _LEAST * max((one.scale for one in gaps), default=0.0)
+    return [one.difference / max(one.scale, least, 1e-30) for one in gaps]
+
+
+def relative_difference(found: Iterable[Sequence[Tensor]], expected: Iterable[Sequence[Tensor]]) -> float:
+    """The greatest difference of several outputs, that of every tensor relative to its greatest number in all of them.
+
+    Args:
+        found: the tensors of every output.
+        expected: what they should be; another number of tensors is an infinite difference.
+    """
+    rows = list(zip(found, expected, strict=True))
+    if any(len(ours) != len(theirs) for ours, theirs in rows):
+        return math.inf
+    gaps = [[gap(a, b) for a, b in zip(ours, theirs, strict=True)] for ours, theirs in rows]
+    return max(relative([functools.reduce(Gap.__or__, own) for own in zip(*gaps, strict=True)]), default=0.0)

@@ -44,3 +44,15 @@ def deep_sequences(seed: int, vocabulary: int) -> Sequences:
 
 def _draw(rng: random.Random, count: int, vocabulary: int) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(count)]
+
+
+def long_sequences(seed: int, vocabulary: int) -> Sequences:
+    """Some 10 sequences of up to about 350 tokens, whose segments have 1 token or about 32, 64 or 128."""
+    rng = random.Random(seed)
+    lengths = (1, 31, 32, 33, 63, 64, 65, 130)
+    sequences: Sequences = [_draw(rng, 300, vocabulary), _draw(rng, 1, vocabulary)]
+    while len(sequences) < 10:
+        base = max((rng.choice(sequences) for _ in range(2)), key=len)
+        kept = base[: rng.choice([at for at in (0, *lengths, 128, 256) if at <= len(base)])]
+        sequences.append(kept + _draw(rng, rng.choice(lengths), vocabulary))
+    return [*sequences, list(sequences[4]), sequences[0][:70]]

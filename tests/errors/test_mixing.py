@@ -35,8 +35,12 @@ def shift_by_padding(model, x, ids):
     return F.pad(x[:, :-1], (0, 0, 1, 0))
 
 
-def shift_by_padding_alone(model, x, ids):
-    return F.pad(x, (0, 0, 1, -1))
+def shift_by_two(model, x, ids):
+    return F.pad(x, (0, 0, 2, -2))
+
+
+def shift_that_repeats(model, x, ids):
+    return F.pad(x, (0, 0, 1, -1), value=1.0)
 
 
 def shift_by_cat(model, x, ids):
@@ -125,9 +129,18 @@ def linear_attention(model, x, ids):
     return (query @ state).transpose(1, 2).flatten(-2)
 
 
-def causal_convolution(model, x, ids):
+def causal_convolution_over_channels(model, x, ids):
     padded = F.pad(x.mT, (3, 0))
-    return F.conv1d(padded, torch.ones(WIDTH, 1, 4, dtype=x.dtype), groups=WIDTH).mT
+    return F.conv1d(padded, torch.ones(WIDTH, WIDTH, 4, dtype=x.dtype)).mT
+
+
+def dilated_convolution(model, x, ids):
+    padded = F.pad(x.mT, (6, 0))
+    return F.conv1d(padded, torch.ones(WIDTH, 1, 4, dtype=x.dtype), dilation=2, groups=WIDTH).mT
+
+
+def convolution_that_looks_ahead(model, x, ids):
+    return F.conv1d(x.mT, torch.ones(WIDTH, 1, 4, dtype=x.dtype), padding=3, groups=WIDTH)[..., 1 : x.shape[1] + 1].mT
 
 
 def convolution(model, x, ids):
@@ -184,7 +197,8 @@ PLACES = [
     (first_token_for_all, "x[:, :1]", "cuts or shifts the tokens"),
     (one_token_for_all, "x[:, 0, None]", "takes one token out of all"),
     (shift_by_padding, "F.pad(x[:, :-1]", "cuts or shifts the tokens"),
-    (shift_by_padding_alone, "F.pad(x, ", "shifts or extends the tokens"),
+    (shift_by_two, "F.pad(x, ", "shifts or extends the tokens"),
+    (shift_that_repeats, "F.pad(x, ", "shifts or extends the tokens"),
     (shift_by_cat, "torch.cat", "cuts or shifts the tokens"),
     (shift_by_roll, "x.roll(1, 1)", f"shifts {ALONG}"),
     (shift_by_writing, "shifted[:, 1:] = ", "cuts or shifts the tokens"),
@@ -205,7 +219,9 @@ PLACES = [
     (pairs_by_einsum, "torch.einsum", "sums over the tokens"),
     (sum_by_einsum, "torch.einsum", "sums over the tokens"),
     (linear_attention, "key.mT @ value", "sums over the tokens"),
-    (causal_convolution, "F.pad(x.mT, (3, 0))", "shifts or extends the tokens"),
+    (causal_convolution_over_channels, "F.pad(x.mT, (3, 0))", "shifts or extends the tokens"),
+    (dilated_convolution, "F.pad(x.mT, (6, 0))", "shifts or extends the tokens"),
+    (convolution_that_looks_ahead, "F.conv1d", "mixes neighbouring tokens"),
     (convolution, "F.conv1d", "mixes neighbouring tokens"),
     (every_other_token, "F.conv1d", "do not fit to the tokens"),
     (tokens_as_features, "model.rows.T", "relates every token to every other"),

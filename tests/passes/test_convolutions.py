@@ -1,0 +1,54 @@
+"""Causal convolutions and token shifts in the forms in which models write them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.errors.refusal import Tiny, tree_model
+
+SEQUENCES = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9], [1, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+def kernel(x, width=4):
+    channels = x.shape[-1]
+    return torch.linspace(-1, 1, channels * width, dtype=x.dtype).view(channels, 1, width)
+
+
+def padded_on_both_sides_and_cut(model, x, ids):
+    return F.conv1d(x.mT, kernel(x), padding=3, groups=x.shape[-1])[..., : x.shape[1]].mT
+
+
+def cut_from_the_end(model, x, ids):
+    return F.conv1d(x.mT, kernel(x), padding=3, groups=x.shape[-1])[:, :, :-3].mT
+
+
+def padded_in_front(model, x, ids):
+    return F.conv1d(F.pad(x.mT, (3, 0)), kernel(x), groups=x.shape[-1]).mT
+
+
+def of_one_token(model, x, ids):
+    return F.conv1d(x.mT, kernel(x, 1), groups=x.shape[-1]).mT
+
+
+def wider_than_every_segment(model, x, ids):
+    return F.conv1d(x.mT, kernel(x, 9), padding=8, groups=x.shape[-1])[..., : x.shape[1]].mT
+
+
+def shifted(model, x, ids):
+    return x + F.pad(x, (0, 0, 1, -1))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        padded_on_both_sides_and_cut, cut_from_the_end, padded_in_front, of_one_token, wider_than_every_segment,
+        shifted,
+    ],
+)  # fmt: skip
+def test_form_is_computed_over_the_tree(step):
+    model = tree_model(Tiny(step))
+    report = model.check(SEQUENCES)
+    assert report.greatest_output_difference < 1e-12
+    assert report.greatest_gradient_difference < 1e-9
+    if step is not of_one_token:
+        assert "over the ancestors of every token" in str(model.explain())

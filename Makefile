@@ -16,7 +16,7 @@ help:  ## list the targets
 demo: $(VENV)/.installed  ## train a small model on the bundled rollouts, packed and unpacked
 	$(BIN)/treecompile demo
 
-test: $(VENV)/.installed-test  ## run the tests
+test: $(VENV)/.installed-test $(VENV)/.installed-kernels  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style
@@ -42,6 +42,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
+
+# In a folder of their own: transformers would call kernels that it finds, and they need a GPU.
+$(VENV)/.installed-kernels: constraints.txt | $(BIN)/python
+	rm -rf $(VENV)/kernels
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+		--target $(VENV)/kernels fla-core triton einops
+	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) '.[dev]'

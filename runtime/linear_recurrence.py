@@ -20,11 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.mixers import mixer
-from tree_compile.runtime.row_tree import CHUNK, RowTree, in_chunks, in_row, last_chunks, tree_of_chains
+from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
+from tree_compile.runtime.row_tree import CHUNK, RowTree, by_first_chunk, in_chunks, in_row, last_chunks, tree_of_chains
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 __all__ = [
+    "by_chunks",
     "decay_linear_attention",
     "delta_rule",
     "gated_delta_rule",
@@ -67,10 +70,16 @@ def gated_delta_rule(
 
     Returns:
         [B, T, H, E] in the dtype of `value`; and, where asked for, the states after the last token of each sequence,
-        [B, H, D, E], or those after every chunk, [n, H, D, E], with `tree`.
+        [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`.
     """
     return _recurrence(
-        query, key, value, decay[..., None], beta, tree, _Options(scale, normalize, initial_state, output_final_state)
+        query,
+        key,
+        value,
+        decay[..., None],
+        beta,
+        tree,
+        LinearOptions(scale, normalize, initial_state, output_final_state),
     )
 
 
@@ -90,7 +99,7 @@ def kimi_delta_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Delta rule with a decay for every channel of the keys: as `gated_delta_rule`, but for `decay` [B, T, H, D]."""
     return _recurrence(
-        query, key, value, decay, beta, tree, _Options(scale, normalize, initial_state, output_final_state)
+        query, key, value, decay, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
     )
 
 
@@ -110,7 +119,7 @@ def delta_rule(
     """Delta rule without decay: as `gated_delta_rule` with a decay of 0."""
     kept = torch.zeros_like(beta)[..., None]
     return _recurrence(
-        query, key, value, kept, beta, tree, _Options(scale, normalize, initial_state, output_final_state)
+        query, key, value, kept, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
     )
 
 
@@ -127,7 +136,9 @@ def gated_linear_attention(
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with a decay for every channel, [B, T, H, D]; the rest as in `gated_delta_rule`."""
-    return _recurrence(query, key, value, decay, None, tree, _Options(scale, False, initial_state, output_final_state))
+    return _recurrence(
+        query, key, value, decay, None, tree, LinearOptions(scale, False, initial_state, output_final_state)
+    )
 
 
 @mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=True)
@@ -148,7 +159,7 @@ def decay_linear_attention(
     """
     per_token = decay.expand(*value.shape[:2], -1)[..., None]
     return _recurrence(
-        query, key, value, per_token, None, tree, _Options(scale, False, initial_state, output_final_state)
+        query, key, value, per_token, None, tree, LinearOptions(scale, False, initial_state, output_final_state)
     )
 
 
@@ -186,19 +197,12 @@ def state_space_scan(
     wide, step = values.to(dtype), step.to(dtype)
     start = None if initial_state is None else initial_state.transpose(-1, -2)
     decay, written = (step * rate.to(dtype))[..., None], wide * step[..., None]
-    out, states = _recurrence(read, write, written, decay, None, tree, _Options(1.0, False, start, output_final_state))
+    out, states = _recurrence(
+        read, write, written, decay, None, tree, LinearOptions(1.0, False, start, output_final_state)
+    )
     if skip is not None:
         out = out + wide * skip[:, None]
     return out.to(values.dtype), None if states is None else states.transpose(-1, -2)
-
-
-class _Options(NamedTuple):
-    """As in `gated_delta_rule`."""
-
-    scale: float | None
-    normalize: bool
-    initial_state: Tensor | None
-    output_final_state: bool
 
 
 class _Pieces(NamedTuple):
@@ -227,51 +231,42 @@ def _recurrence(
     decay: Tensor,
     beta: Tensor | None,
     tree: RowTree | None,
-    options: _Options,
-) -> tuple[Tensor, Tensor | None]:
-    # All of it is computed in the dtype of `_dtype`, also where autocast would choose another for the products.
-    with torch.autocast(value.device.type, enabled=False):
-        return _computed(query, key, value, decay, beta, tree, options)
-
-
-def _computed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    tree: RowTree | None,
-    options: _Options,
+    options: LinearOptions,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length = value.shape[:2]
     row = tree_of_chains(batch, length, value.device) if tree is None else tree
-    pieces = _pieces(query, key, value, decay, beta, row, options)
+    inputs = LinearInputs(query, key, value, decay, beta).of_each(lambda x: x.flatten(0, 1)[None])
+    compute = by_kernels if kernels_can(value) else by_chunks
+    # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
+    with torch.autocast(value.device.type, enabled=False):
+        out, final = compute(inputs, row, options)
+    return out.view(batch, length, *value.shape[2:]).to(value.dtype), final
+
+
+def by_chunks(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
+    """What all of these functions come to, in torch's own operations: outputs [1, T, H, E], and final states."""
+    pieces = _pieces(inputs, row, options)
     attend = _pair_products(pieces.query, pieces.key, pieces.total) * (pieces.of_query * pieces.of_key.mT)
-    maps = _chunk_maps(pieces)
-    initial = None if options.initial_state is None else options.initial_state.to(pieces.value.dtype)
-    states, written = starting_states(maps, row.chunk_parent, initial)
+    maps, initial = _chunk_maps(pieces), options.initial_state
+    start = None if initial is None else by_first_chunk(initial.to(pieces.value.dtype), row)
+    states, written = starting_states(maps, row.chunk_parent, start)
     asked = pieces.query * (pieces.of_query * pieces.total.exp())
-    out = in_row(asked @ states + attend @ written, row, batch).to(value.dtype)
-    if not options.output_final_state:
-        return out, None
-    final = final_states(maps, states, written)
-    return out, final if tree is not None else final[last_chunks(row, batch)]
+    out = in_row(asked @ states + attend @ written, row, batch=1)
+    return out, final_states(maps, states, written)[last_chunks(row)] if options.output_final_state else None
 
 
-def _pieces(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, row: RowTree, options: _Options
-) -> _Pieces:
-    dtype, heads = _dtype(value), value.shape[2]
+def _pieces(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> _Pieces:
+    dtype, heads = _dtype(inputs.value), inputs.value.shape[2]
 
     def by_chunk(values: Tensor) -> Tensor:
         return _for_heads(in_chunks(values.to(dtype), row), heads)
 
-    query, key, total = by_chunk(query), by_chunk(key), by_chunk(decay).cumsum(-2)
+    query, key, total = by_chunk(inputs.query), by_chunk(inputs.key), by_chunk(inputs.decay).cumsum(-2)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     one = torch.ones_like(query[..., :1])
     of_query, of_key = (_one_over_length(query), _one_over_length(key)) if options.normalize else (one, one)
-    gate = None if beta is None else by_chunk(beta[..., None])
-    return _Pieces(query, key, by_chunk(value), of_query * scale, of_key, total, gate)
+    gate = None if inputs.beta is None else by_chunk(inputs.beta[..., None])
+    return _Pieces(query, key, by_chunk(inputs.value), of_query * scale, of_key, total, gate)
 
 
 def _chunk_maps(pieces: _Pieces) -> ChunkMaps:

@@ -12,7 +12,16 @@ from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.regroup import regroup
 from tree_compile.runtime.sequences import IntArray
 
-__all__ = ["CHUNK", "RowTree", "in_chunks", "in_row", "last_chunks", "tree_of_chains", "tree_of_segments"]
+__all__ = [
+    "CHUNK",
+    "RowTree",
+    "by_first_chunk",
+    "in_chunks",
+    "in_row",
+    "last_chunks",
+    "tree_of_chains",
+    "tree_of_segments",
+]
 
 CHUNK = 32
 """Tokens of a chunk. Every segment starts a chunk of its own, so that its state can start from that of its parent."""
@@ -102,9 +111,16 @@ def _places(tree: RowTree, heads: int) -> tuple[Tensor, Tensor]:
     return by_chunk.flatten(), by_row.flatten()
 
 
-def last_chunks(tree: RowTree, sequences: int) -> Tensor:
-    """The chunk of the last token of each of the `sequences` that `tree_of_chains` was asked for."""
-    return tree.chunk_place.view(sequences, -1)[:, -1] // CHUNK
+def by_first_chunk(states: Tensor, tree: RowTree) -> Tensor:
+    """States [roots, …] of the roots in the order of the row -> in the order of their first chunks."""
+    starts = tree.chunk_tokens.view(-1, CHUNK)[: len(states), 0]
+    return states[starts.argsort().argsort()]
+
+
+def last_chunks(tree: RowTree) -> Tensor:
+    """The chunk of the last token of every segment, int64 [S]."""
+    ends = tree.segments[:, END]
+    return tree.chunk_place[ends[ends > 0].to(tree.chunk_place.device) - 1] // CHUNK
 
 
 def _chunks(starts: IntArray, ends: IntArray, above: IntArray, tokens: int, room: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.mixers import mixer
-from tree_compile.runtime.row_tree import CHUNK, RowTree, in_chunks, in_row, last_chunks, tree_of_chains
+from tree_compile.runtime.row_tree import CHUNK, RowTree, by_first_chunk, in_chunks, in_row, last_chunks, tree_of_chains
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 __all__ = ["selective_scan"]
@@ -41,8 +41,8 @@ def selective_scan(
         output_final_state: whether final states are returned.
 
     Returns:
-        [B, T, D] in the dtype of `values`, and the states after the last token of each sequence, [B, D, N]; with
-        `chunks`, those after every chunk, [n, D, N].
+        [B, T, D] in the dtype of `values`; and, where asked for, the states after the last token of each sequence,
+        [B, D, N], or those after every segment, [S, D, N], with `tree`.
     """
     batch, length, _ = values.shape
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
@@ -56,15 +56,14 @@ def selective_scan(
     written = by_chunk(wide * step)[..., None] * by_chunk(write)[:, :, None]
     own, total = _states_of_own(decay.exp(), written), decay.cumsum(1).exp()
     maps = ChunkMaps(total[:, -1, ..., None], own[:, -1, ..., None])
-    start = None if initial_state is None else initial_state.to(dtype)[..., None]
+    start = None if initial_state is None else by_first_chunk(initial_state.to(dtype), row)[..., None]
     states, left = starting_states(maps, row.chunk_parent, start)
     reached = own + total * states[:, None, ..., 0]
     out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, batch)[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
     if not output_final_state:
         return out, None
-    final = final_states(maps, states, left)[..., 0]
-    return out, final if tree is not None else final[last_chunks(row, batch)]
+    return out, final_states(maps, states, left)[last_chunks(row), ..., 0]
 
 
 def _states_of_own(factor: Tensor, written: Tensor) -> Tensor:

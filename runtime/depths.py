@@ -1,0 +1,56 @@
+"""Rows -> segments by depth: for kernels that take all segments of one depth in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tree_compile.runtime.layout import END, PARENT, START
+from tree_compile.runtime.sequences import IntArray
+
+__all__ = ["Depth", "depths_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Depth:
+    """The segments of a row that have as many segments above them.
+
+    Attributes:
+        segments: their places among those of the row, ascending, int64 [m].
+        ranges: row indices of the first and past the last token of each, int64 [m, 2].
+        parents: for each the place of its parent among the segments of the depth above, int64 [m]; -1 at depth 0.
+    """
+
+    segments: IntArray
+    ranges: IntArray
+    parents: IntArray
+
+    @property
+    def offsets(self) -> IntArray:
+        """Where each segment starts when all of them lie one after the other, and where the last one ends: [m + 1]."""
+        return np.append(0, np.cumsum(self.ranges[:, 1] - self.ranges[:, 0]))
+
+    @property
+    def tokens(self) -> IntArray:
+        """Row indices of their tokens, segment by segment."""
+        return np.concatenate([np.arange(start, end) for start, end in self.ranges.tolist()])
+
+
+def depths_of(segments: IntArray) -> list[Depth]:
+    """The segments of a row by depth, roots first.
+
+    Args:
+        segments: int64 [S, 5], columns as in `Layout`.
+    """
+    depth = [0] * len(segments)
+    for segment, parent in enumerate(segments[:, PARENT].tolist()):
+        if parent >= 0:
+            depth[segment] = depth[parent] + 1
+    found, place = [], np.full(len(segments), -1, np.int64)
+    for level in range(max(depth) + 1):
+        own = np.flatnonzero(np.array(depth) == level)
+        parents = segments[own, PARENT]
+        found.append(Depth(own, segments[own][:, [START, END]], np.where(parents < 0, -1, place[parents])))
+        place[own] = np.arange(len(own))
+    return found

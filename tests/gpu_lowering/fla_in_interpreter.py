@@ -1,0 +1,100 @@
+"""Computes recurrent layers over a tree by the kernels of fla in the Triton interpreter, and by the ops for the CPU.
+
+Prints one JSON object: for every kernel the greatest relative difference of outputs, final states and gradients.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+import triton.runtime.autotuner
+from torch import Tensor
+
+from tree_compile import plan_rows
+from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
+from tree_compile.runtime.linear_recurrence import by_chunks
+from tree_compile.runtime.recurrence_fla import by_kernels
+from tree_compile.runtime.row_tree import RowTree, tree_of_segments
+
+HEADS = 2
+KERNELS = {
+    # package: decay per channel, delta rule, key heads, width
+    "gated_delta_rule": (False, True, 1, 64),
+    "kda": (True, True, 2, 32),
+    "gla": (True, False, 2, 32),
+    "simple_gla": (False, False, 2, 64),
+}
+
+
+class Number(int):
+    """A loop variable as kernels use it: a number with a dtype."""
+
+    def to(self, *_args: Any, **_kwargs: Any) -> Number:
+        """Itself in any dtype."""
+        return self
+
+
+def counted(*bounds: Any) -> Iterator[Number]:
+    """`range` for bounds that the interpreter holds in arrays of one number."""
+    numbers = [int(bound.handle.data.item()) if hasattr(bound, "handle") else int(bound) for bound in bounds]
+    return map(Number, range(*numbers))
+
+
+def prepare_interpreter() -> None:
+    """Takes the first configuration of every kernel, and loops over numbers that the interpreter holds."""
+    triton.runtime.autotuner.Autotuner._bench = lambda *_args, **_kwargs: [0.0, 0.0, 0.0]
+    for package in KERNELS:
+        importlib.import_module(f"fla.ops.{package}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.ops."):
+            module.range = counted
+
+
+def forked_row() -> tuple[RowTree, int]:
+    """Two roots, forks off the chunks of the kernels, segments of 1 token, of 64 and of 65."""
+    trunk = [1] * 37
+    sequences = [trunk + [2] * 64, trunk + [3], trunk + [4] * 30 + [5] * 5, trunk + [4] * 30 + [6] * 65, [9] * 5]
+    (row,) = plan_rows(sequences, min_shared_tokens=1).rows
+    return tree_of_segments(row.segments, row.parent), len(row.tokens)
+
+
+def inputs_of(name: str, tokens: int) -> LinearInputs:
+    """Random inputs."""
+    has_channels, has_delta, key_heads, width = KERNELS[name]
+    key, query = (torch.randn(1, tokens, key_heads, width) for _ in range(2))
+    value, beta = torch.randn(1, tokens, HEADS, width), torch.rand(1, tokens, HEADS)
+    decay = -F.softplus(torch.randn(1, tokens, HEADS, width if has_channels else 1))
+    inputs = LinearInputs(query, key, value, decay, beta if has_delta else None)
+    return inputs.of_each(Tensor.requires_grad_)
+
+
+def difference(name: str) -> float:
+    """The greatest relative difference of kernel and op."""
+    tree, tokens = forked_row()
+    inputs, options = inputs_of(name, tokens), LinearOptions(None, KERNELS[name][1], None, True)
+    results = [compute(inputs, tree, options) for compute in (by_kernels, by_chunks)]
+    weights = [torch.randn_like(part) for part in results[0]]
+    leaves = [leaf for leaf in inputs if leaf is not None]
+    losses = [sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)) for parts in results]
+    compared = [(*parts, *torch.autograd.grad(loss, leaves)) for parts, loss in zip(results, losses, strict=True)]
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in zip(*compared, strict=True))
+
+
+def main() -> None:
+    """Compares every kernel."""
+    torch.manual_seed(0)
+    prepare_interpreter()
+    print(json.dumps({name: difference(name) for name in KERNELS}))
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tree_compile.runtime.causal_conv import causal_conv
+from tree_compile.runtime.causal_convolution import causal_convolution
 from tree_compile.runtime.linear_recurrence import gated_delta_rule, kimi_delta_attention, state_space_scan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
@@ -228,7 +228,7 @@ def speed(rounds: int) -> Iterator[dict[str, Any]]:
 def conv(rounds: int) -> Iterator[dict[str, Any]]:
     """The compiled convolution, 1,024 channels, 4 wide, with SiLU."""
     compiled = torch.compile(
-        lambda x, weight, bias, tree: F.silu(causal_conv(x, weight, bias, tree)), dynamic=True, fullgraph=True
+        lambda x, weight, bias, tree: F.silu(causal_convolution(x, weight, bias, tree)), dynamic=True, fullgraph=True
     )
     for name, forest in forests().items():
         row = row_of(forest)

@@ -14,7 +14,7 @@ from tree_compile.passes.mixers import insert_mixer
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.runtime.causal_conv import causal_conv, token_shift
+from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
 
 aten = torch.ops.aten
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
@@ -51,12 +51,16 @@ def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -
     with graph.inserting_before(node):
         rows = call(graph, aten.permute.default, (values, [0, 2, 1]), node.meta)
         weight = call(graph, aten.squeeze.dim, (given["weight"], 1), node.meta)
-        convolved = insert_mixer(graph, node, causal_conv, {"values": rows, "weight": weight, "bias": given["bias"]})
+        convolved = insert_mixer(
+            graph, node, causal_convolution, {"values": rows, "weight": weight, "bias": given["bias"]}
+        )
         convolved.meta["val"] = rows.meta["val"]
         back = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
     for result in results:
         result.replace_all_uses_with(back)
-    return [Finding("causal convolution", _BECAME.format(causal_conv.__name__), source_line(node), module_path(node))]
+    return [
+        Finding("causal convolution", _BECAME.format(causal_convolution.__name__), source_line(node), module_path(node))
+    ]
 
 
 _BECAME = "{} over the ancestors of every token, one call per pass"

@@ -16,9 +16,11 @@ class Finding:
         became: what it was rewritten to.
         where: the user's line.
         module: dotted path of the module that it belongs to.
+        state_bytes: bytes of a state that it carries along the tokens, one for every chunk of a row; 0 for none.
     """
 
     kind: str
     became: str
     where: SourceLine | None = None
     module: str = ""
+    state_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ def _replace(graph: fx.Graph, node: fx.Node) -> Finding:
         result = insert_mixer(graph, node, found.op, arguments)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    return Finding(found.shown, _description(found), source_line(node), module_path(node))
+    became, state_bytes = _description(found, arguments)
+    return Finding(found.shown, became, source_line(node), module_path(node), state_bytes)
 
 
 def insert_mixer(graph: fx.Graph, origin: fx.Node, op: Callable[..., Any], arguments: dict[str, Any]) -> fx.Node:
@@ -55,18 +57,28 @@ def insert_mixer(graph: fx.Graph, origin: fx.Node, op: Callable[..., Any], argum
     found = next(mixer for mixer in MIXERS.values() if mixer.op is op)
     RULES[op] = _rule
     result = graph.call_function(op, (), arguments | {"tree": tree_inputs(graph)})
-    result.meta = inherited(origin.meta) | {"val": (origin.meta["val"],) if found.state else origin.meta["val"]}
-    if not found.state:
+    result.meta = inherited(origin.meta) | {"val": origin.meta["val"] if found.state is None else (origin.meta["val"],)}
+    if found.state is None:
         return result
     first = graph.call_function(operator.getitem, (result, 0))
     first.meta = inherited(origin.meta) | {"val": origin.meta["val"]}
     return first
 
 
-def _description(found: Mixer) -> str:
-    if not found.state:
-        return f"{found.op.__name__} over the ancestors of every token, one call per pass"
-    return f"{found.op.__name__} in chunks of {CHUNK} tokens, one call per pass, a state for each chunk"
+def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
+    """What a mixer became, and the bytes of one of its states."""
+    name = found.op.__name__
+    if found.state is None:
+        return f"{name} over the ancestors of every token, one call per pass", 0
+    nodes = {key: arguments[key] for key in found.tokens if key in arguments}
+    shape = found.state({key: shape_of(node) for key, node in nodes.items()})
+    size = 8 if nodes[found.like].meta["val"].dtype == torch.float64 else 4
+    count = math.prod(map(int, shape)) * size
+    sizes = " x ".join(map(str, shape))
+    return (
+        f"{name} in chunks of {CHUNK} tokens, one call per pass, with a state of {sizes} for each, {count:,} bytes",
+        count,
+    )
 
 
 def _rule(step: Step) -> Result:
@@ -77,7 +89,7 @@ def _rule(step: Step) -> Result:
             _require(step, name, dim)
     rank = len(shape_of(step[found.like]))
     axes = _axes(rank, found.tokens[found.like])
-    return (Value(axes),) if found.state else Value(axes)
+    return Value(axes) if found.state is None else (Value(axes),)
 
 
 def _require(step: Step, name: str, dim: int | None) -> None:

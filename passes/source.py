@@ -106,7 +106,8 @@ def line_of_forward(model: nn.Module) -> SourceLine | None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the innermost module that the node was captured in; "" at the top."""
+    """Dotted path in the user's model of the innermost module that the node was captured in; "" at the top."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
-    return paths[-1] if paths else ""
+    # A capture wraps the model as its own module `model`.
+    return str(paths[-1]).removeprefix("model").removeprefix(".") if paths else ""

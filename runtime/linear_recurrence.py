@@ -15,7 +15,8 @@ in float64 where its inputs are of that dtype, and in float32 elsewhere.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +37,20 @@ __all__ = [
     "state_space_scan",
 ]
 
+
+def _state_of_heads(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
+    return shapes["value"][2], shapes["key"][3], shapes["value"][3]
+
+
+def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
+    return shapes["values"][2], shapes["values"][3], shapes["write"][3]
+
+
 _SUB = 8
 """Tokens of a part of a chunk in which decays per channel are taken pair by pair."""
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads)
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -83,7 +93,7 @@ def gated_delta_rule(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads)
 def kimi_delta_attention(
     query: Tensor,
     key: Tensor,
@@ -103,7 +113,7 @@ def kimi_delta_attention(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=True)
+@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads)
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -123,7 +133,7 @@ def delta_rule(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads)
 def gated_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -141,7 +151,7 @@ def gated_linear_attention(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads)
 def decay_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -163,7 +173,7 @@ def decay_linear_attention(
     )
 
 
-@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=True)
+@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state_of_space)
 def state_space_scan(
     values: Tensor,
     step: Tensor,

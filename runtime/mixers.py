@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ __all__ = ["MIXERS", "Mixer", "mixer", "one_node"]
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
+StateShape = Callable[[Mapping[str, Sequence[Any]]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,15 @@ class Mixer:
             tensor, or a tuple that starts with it.
         tokens: for each tensor by name its dimension along the tokens, None where it has none, as a parameter.
         like: the name of the tensor whose shape, dtype and token dimension the result has.
-        state: whether the op also returns final states, the second of a pair.
+        state: the shape of a state from the shapes of the tensors by name; None where the op carries none, but looks at
+            ancestors. An op with states returns a pair, whose second entry are final states.
         shown: what `explain` calls it.
     """
 
     op: Callable[..., Any]
     tokens: Mapping[str, int | None]
     like: str
-    state: bool
+    state: StateShape | None
     shown: str
 
 
@@ -41,7 +43,7 @@ MIXERS: dict[str, Mixer] = {}
 
 
 def mixer(
-    tokens: Mapping[str, int | None], like: str, *, state: bool = False
+    tokens: Mapping[str, int | None], like: str, *, state: StateShape | None = None
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
     """Declares an op over a row's tree, so that models that call it can be compiled.
 
@@ -88,7 +90,7 @@ torch.library.define("tree_compile::mixer", "(str name, Tensor?[] tensors, str o
 def _unpacked(name: str, tensors: list[Any], options: str) -> Tensor:
     found, arguments = call_of(name, tensors, options)
     result = found.op(**arguments)
-    first: Tensor = result[0] if found.state else result
+    first: Tensor = result if found.state is None else result[0]
     return first.contiguous()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,11 @@ from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_st
 __all__ = ["selective_scan"]
 
 
-@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=True)
+def _state(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
+    return shapes["rate"][0], shapes["rate"][1]
+
+
+@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state)
 def selective_scan(
     values: Tensor,
     step: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["ChunkMaps", "final_states", "starting_states"]
+__all__ = ["ChunkMaps", "final_states", "levels_of", "starting_states"]
 
 
 class ChunkMaps(NamedTuple):
@@ -58,14 +58,15 @@ class _Level(NamedTuple):
     """For each chunk the one that it follows, counted from the start of the level before."""
 
 
-def _levels(parent: Tensor, device: torch.device) -> list[_Level]:
+def levels_of(parent: Tensor, device: torch.device | None = None) -> list[_Level]:
+    """The levels of chunks, from the `chunk_parent` of a `RowTree`; with indices on `device`."""
     above = parent.numpy()
     highest = np.maximum.accumulate(above)
     bounds = [0, int(np.searchsorted(highest, 0))]
     while bounds[-1] < len(above):
         bounds.append(int(np.searchsorted(highest, bounds[-1])))
     past_followed = [int(highest[end - 1]) + 1 for end in bounds[2:]] + [bounds[-2]]
-    on_device, before = parent.to(device), [0, *bounds]
+    on_device, before = parent if device is None else parent.to(device), [0, *bounds]
     return [
         _Level(slice(first, past), slice(first, followed), on_device[first:past] - start)
         for start, first, past, followed in zip(before, bounds[:-1], bounds[1:], past_followed, strict=False)
@@ -76,7 +77,7 @@ def _levels(parent: Tensor, device: torch.device) -> list[_Level]:
 def _scan(
     kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, parent: Tensor, initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    maps, levels = ChunkMaps(kept, fresh, left, reads), _levels(parent, fresh.device)
+    maps, levels = ChunkMaps(kept, fresh, left, reads), levels_of(parent, fresh.device)
     states, written = _empty(maps)
     states[levels[0].chunks] = 0 if initial is None else initial
     for level, following in zip(levels, [*levels[1:], None], strict=True):
@@ -130,7 +131,7 @@ def _scan_backward(
     grad: Tensor, grad_written: Tensor, kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None,
     parent: Tensor, initial: Tensor | None, states: Tensor, written: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    maps, levels = ChunkMaps(kept, fresh, left, reads), _levels(parent, grad.device)
+    maps, levels = ChunkMaps(kept, fresh, left, reads), levels_of(parent, grad.device)
     gradients = _empty_gradients(maps, initial)
     for gradient in gradients[:3]:
         gradient.zero_()

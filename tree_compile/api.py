@@ -112,15 +112,20 @@ class TreeModel(nn.Module):
                 check_keywords({} if name == _TOKENS else {name: None})
         return plan_rows(sequences, **self._plan_options)  # type: ignore[arg-type]
 
-    def explain(self) -> Explanation:
+    def explain(self, sequences: Sequences | None = None) -> Explanation:
         """What each mixing node of the model became, with the user's file and line; `str()` of it is a text.
 
+        Args:
+            sequences: as in `forward`; layers that carry a state are accounted for on their rows.
+
         Raises:
+            InputError: the sequences are not usable.
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
-        return explain(self._program(self._last_inputs()))
+        rows = () if sequences is None else self.plan(sequences).rows
+        return explain(self._program(self._last_inputs()), rows)
 
     def graph(self, stage: str = "rewritten") -> str:
         """The model's graph as Python code: "captured", "rewritten", or the name of a pass for the graph after it.

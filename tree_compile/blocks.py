@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
+from tree_compile.runtime.mixers import MIXERS
+from tree_compile.runtime.recurrence_fla import kernels_can
 
 Function = Callable[..., tuple[Any, ...]]
 _INDEXED = re.compile(r"^(?P<list>.*?[^.\d][^.]*)\.(?P<index>\d+)$")
@@ -193,8 +195,13 @@ def _register(module: nn.Module, name: str, tensor: Any) -> None:
 
 
 def compiled(section: fx.GraphModule) -> Function:
-    """Compiles a section for any number of tokens."""
-    return torch.compile(section, dynamic=True, fullgraph=True)
+    """Compiles a section for any number of tokens; kernels of recurrent layers run between compiled parts."""
+    return torch.compile(section, dynamic=True, fullgraph=not _has_kernels(section.graph))
+
+
+def _has_kernels(graph: fx.Graph) -> bool:
+    mixed = [node for node in graph.nodes if any(mixer.op is node.target and mixer.state for mixer in MIXERS.values())]
+    return any(is_tensor(node) and kernels_can(node.meta["val"]) for user in mixed for node in user.all_input_nodes)
 
 
 def as_it_is(section: fx.GraphModule) -> Function:

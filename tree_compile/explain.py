@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tree_compile.errors import SourceLine
 from tree_compile.passes.finding import Finding
 from tree_compile.programs import Program
+from tree_compile.runtime.depths import depths_of
+from tree_compile.runtime.row import Row
+from tree_compile.runtime.row_tree import tree_of_segments
+from tree_compile.runtime.state_scan import levels_of
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """What the layers that carry a state do for one row.
+
+    Attributes:
+        tokens: T.
+        depth: segments on the longest path: so many calls per pass and layer where kernels take one depth at a time.
+        chunks: chunks of the row, each with a state in every layer.
+        levels: chunks on the longest path: so many steps per pass and layer elsewhere.
+        state_bytes: of all layers together.
+    """
+
+    tokens: int
+    depth: int
+    chunks: int
+    levels: int
+    state_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"a row of {self.tokens:,} tokens: depth {self.depth}, {self.chunks:,} chunks in {self.levels:,} levels, "
+            f"{self.state_bytes:,} bytes of states"
+        )
 
 
 @dataclass(frozen=True)
@@ -18,12 +48,14 @@ class Explanation:
         limits: longest sequence and its line, for each limit that the capture found.
         vocabulary: number of token ids, or None.
         blocks: number of blocks, and how many of them have code of their own.
+        rows: what layers that carry a state do for the rows that were asked for.
     """
 
     findings: tuple[Finding, ...]
     limits: tuple[tuple[int, SourceLine | None], ...]
     vocabulary: int | None
     blocks: tuple[int, int]
+    rows: tuple[RowStates, ...] = ()
 
     def __str__(self) -> str:
         lines = [_finding_text(finding) for finding in self.findings]
@@ -32,6 +64,7 @@ class Explanation:
             lines.append(f"token ids below {self.vocabulary}")
         lines.append(f"{self.blocks[0]} blocks, {self.blocks[1]} of them with code of their own")
         lines.append("every other operation is proved to work token by token")
+        lines += map(str, self.rows)
         return "\n".join(lines)
 
 
@@ -44,9 +77,17 @@ def _at(where: SourceLine | None) -> str:
     return f"  ({where})" if where is not None else ""
 
 
-def explain(program: Program) -> Explanation:
-    """Collects what all passes found."""
+def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
+    """Collects what all passes found, and what it comes to for some rows."""
     findings = tuple(program.rewritten.trail.findings)
     limits = tuple((limit.tokens, limit.where) for limit in program.rewritten.limits)
     blocks = (len(program.blocks.blocks), program.blocks.distinct)
-    return Explanation(findings, limits, program.rewritten.vocabulary, blocks)
+    states = sum(finding.state_bytes for finding in findings)
+    costs = tuple(_row_states(row, states) for row in rows if states)
+    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, costs)
+
+
+def _row_states(row: Row, bytes_per_chunk: int) -> RowStates:
+    tree = tree_of_segments(row.segments, row.parent)
+    chunks, levels = len(tree.chunk_parent), len(levels_of(tree.chunk_parent))
+    return RowStates(len(row.tokens), len(depths_of(row.segments)), chunks, levels, chunks * bytes_per_chunk)

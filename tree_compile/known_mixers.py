@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tree_compile.errors import TokenMixingError
 from tree_compile.passes.source import line_of_stack
 from tree_compile.patches import recoded, replaced
-from tree_compile.runtime import causal_conv as conv
+from tree_compile.runtime import causal_convolution as conv
 from tree_compile.runtime import linear_recurrence as linear
 from tree_compile.runtime.mixers import MIXERS, Mixer, one_node
 from tree_compile.runtime.selective_scan import selective_scan
@@ -86,10 +86,10 @@ def _declared(mixer: Mixer) -> Replacement:
         arguments = dict(given.arguments)
         if arguments.pop("tree", None) is not None:
             raise _refused("is given the tree of a row", "call it on unpacked sequences, without `tree`.")
-        if mixer.state:
+        if mixer.state is not None:
             _require_no_state(arguments.pop("initial_state", None), arguments.pop("output_final_state", False))
         node = one_node(mixer.op, **arguments)
-        return (node, None) if mixer.state else node
+        return node if mixer.state is None else (node, None)
 
     return replacement
 
@@ -133,7 +133,7 @@ def _causal_conv(
     """transformers' `causal_conv1d_fn`, [B, D, T]."""
     _require_unused(others)
     out = one_node(
-        conv.causal_conv, values=hidden_states.to(weight.dtype).transpose(1, 2), weight=weight, bias=bias
+        conv.causal_convolution, values=hidden_states.to(weight.dtype).transpose(1, 2), weight=weight, bias=bias
     ).transpose(1, 2)
     return _activated(out, activation).to(hidden_states.dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.runtime.batches import chain
 from tree_compile import Row, plan_rows
 from tree_compile.runtime import linear_recurrence as linear
-from tree_compile.runtime.causal_conv import causal_conv, token_shift
+from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
 from tree_compile.runtime.row_tree import CHUNK, RowTree, tree_of_segments
 from tree_compile.runtime.selective_scan import selective_scan
 
@@ -155,8 +155,8 @@ STATES: dict[str, Op] = {
 }
 OPS: dict[str, Op] = {
     **STATES,
-    "convolution": (causal_conv, convolution, convolution_inputs),
-    "wide convolution": (causal_conv, convolution, partial(convolution_inputs, width=11)),
+    "convolution": (causal_convolution, convolution, convolution_inputs),
+    "wide convolution": (causal_convolution, convolution, partial(convolution_inputs, width=11)),
     "token shift": (token_shift, shift, lambda tokens: {"values": normal(1, tokens, D)}),
 }
 

@@ -8,11 +8,13 @@ from torch import Tensor
 from tree_compile.runtime.mixers import mixer
 from tree_compile.runtime.row_tree import RowTree
 
-__all__ = ["causal_conv", "token_shift"]
+__all__ = ["causal_convolution", "token_shift"]
 
 
 @mixer({"values": 1, "weight": None, "bias": None}, "values")
-def causal_conv(values: Tensor, weight: Tensor, bias: Tensor | None = None, tree: RowTree | None = None) -> Tensor:
+def causal_convolution(
+    values: Tensor, weight: Tensor, bias: Tensor | None = None, tree: RowTree | None = None
+) -> Tensor:
     """Convolution of every channel by itself over a token and those before it.
 
     Args:

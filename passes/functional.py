@@ -25,6 +25,10 @@ _INACTIVE_COPIES = {
 }
 """The model gets the first argument itself from these where they do nothing; in a capture it gets a copy."""
 _OPERATORS = {"__ior__": "bitwise_or", "__iand__": "bitwise_and", "__ixor__": "bitwise_xor"}
+_ALIASES: dict[Any, Any] = dict.fromkeys(
+    (torch.ops.aten.concat.default, torch.ops.aten.concatenate.default), torch.ops.aten.cat.default
+)
+"""Other names of an operator, of which later stages know one."""
 _SCATTERS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
@@ -33,7 +37,7 @@ _SCATTERS = {
 
 @dataclass(frozen=True)
 class Functionalize:
-    """Removes export's assertions and replaces writes into tensors by new values.
+    """Removes export's assertions and other names of operators, and replaces writes into tensors by new values.
 
     A write into a slice or a row of a tensor becomes a `slice_scatter` or `select_scatter`; torch's own
     functionalization is not used, since it also decomposes the operators that training needs whole.
@@ -51,6 +55,7 @@ class Functionalize:
             if node.op == "call_function" and writes(node):
                 _replace_write(graph, node, memory)
         for node in list(graph.nodes):
+            node.target = _ALIASES.get(node.target, node.target)
             if node.target is torch.ops.aten.type_as.default:
                 # The other tensor gives its dtype alone; its values are of no use.
                 node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.meta["val"].dtype)

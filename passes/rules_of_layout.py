@@ -275,7 +275,7 @@ def _unbind(step: Step) -> Result:
     return (Value(known.axes[:place] + known.axes[place + 1 :]),) * len(step.node.meta["val"])
 
 
-@rule("cat.default concat.default")
+@rule("cat.default")
 def _cat(step: Step) -> Value:
     values = [step.plain(part) for part in step["tensors"]]
     values = [value for value, part in zip(values, step["tensors"], strict=True) if shape_of(part) != (0,)]

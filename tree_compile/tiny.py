@@ -154,7 +154,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 16, "adapter_rank": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 

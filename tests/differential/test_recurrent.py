@@ -59,7 +59,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         for name in (
             "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
             "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
-            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
         )
     },
     "hybrid": hybrid,

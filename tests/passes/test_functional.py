@@ -51,6 +51,11 @@ def test_view_that_is_used_after_a_write_through_another_is_taken_again(change):
     assert is_exact(Model(change))
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.concat, torch.concatenate])
+def test_other_names_of_an_operator_are_known(join):
+    assert is_exact(Model(lambda _model, hidden: join([hidden[..., 4:], hidden[..., :4]], dim=-1)))
+
+
 def test_write_into_a_buffer_is_refused():
     def change(model, hidden):
         model.calls.add_(1)

@@ -13,7 +13,6 @@ from tree_compile.passes.finding import Finding
 from tree_compile.passes.mixers import insert_mixer
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
-from tree_compile.passes.source import module_path, source_line
 from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
 
 aten = torch.ops.aten
@@ -48,28 +47,29 @@ def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -
     values, results = _padded_before(node, given, symbol)
     if values is None:
         return []
+    # Under autocast a convolution computes in another dtype than its inputs have.
+    dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
-        rows = call(graph, aten.permute.default, (values, [0, 2, 1]), node.meta)
-        weight = call(graph, aten.squeeze.dim, (given["weight"], 1), node.meta)
-        convolved = insert_mixer(
-            graph, node, causal_convolution, {"values": rows, "weight": weight, "bias": given["bias"]}
-        )
-        convolved.meta["val"] = rows.meta["val"]
+        rows = call(graph, aten.permute.default, (_in_dtype(graph, values, dtype), [0, 2, 1]), node.meta)
+        weight = call(graph, aten.squeeze.dim, (_in_dtype(graph, given["weight"], dtype), 1), node.meta)
+        bias = None if given["bias"] is None else _in_dtype(graph, given["bias"], dtype)
+        tensors = {"values": rows, "weight": weight} | ({} if bias is None else {"bias": bias})
+        convolved, finding = insert_mixer(graph, node, causal_convolution, tensors)
         back = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
     for result in results:
         result.replace_all_uses_with(back)
-    return [
-        Finding("causal convolution", _BECAME.format(causal_convolution.__name__), source_line(node), module_path(node))
-    ]
+    return [finding]
 
 
-_BECAME = "{} over the ancestors of every token, one call per pass"
+def _in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if node.meta["val"].dtype == dtype else call(graph, aten.to.dtype, (node, dtype), node.meta)
 
 
 def _is_depthwise(given: dict[str, Any]) -> bool:
     channels, inputs, _ = shape_of(given["weight"])
     plain = [list(given[name]) for name in ("stride", "dilation")] == [[1], [1]]
-    return plain and inputs == 1 and given["groups"] == channels and len(shape_of(given["input"])) == 3
+    is_one_batch = len(shape_of(given["input"])) == 3 and shape_of(given["input"])[0] == 1
+    return plain and inputs == 1 and given["groups"] == channels and is_one_batch
 
 
 def _padded_before(node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol) -> tuple[fx.Node | None, list[fx.Node]]:
@@ -82,7 +82,7 @@ def _padded_before(node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol) -
     if padding == [0] and source.target in _PADS and _pads(source) == [before, 0]:
         values = source.args[0]
         return (values, [node]) if _is_tokens(values, symbol) else (None, [])
-    return (source, [node]) if before == 0 and padding == [0] else (None, [])
+    return None, []
 
 
 def _keeps_first(node: fx.Node, symbol: sympy.Symbol) -> bool:
@@ -108,12 +108,12 @@ def _pads(node: fx.Node) -> list[int] | None:
 def _is_shift(node: fx.Node, symbol: sympy.Symbol) -> bool:
     values: Any = node.args[0]
     shape = shape_of(values)
-    return _pads(node) == [0, 0, 1, -1] and len(shape) == 3 and size_expression(shape[1]) == symbol
+    is_row = len(shape) == 3 and shape[0] == 1 and size_expression(shape[1]) == symbol
+    return is_row and _pads(node) == [0, 0, 1, -1]
 
 
 def _replace_shift(graph: fx.Graph, node: fx.Node) -> Finding:
     with graph.inserting_before(node):
-        shifted = insert_mixer(graph, node, token_shift, {"values": node.args[0]})
-        shifted.meta["val"] = node.args[0].meta["val"]  # type: ignore[union-attr]
+        shifted, finding = insert_mixer(graph, node, token_shift, {"values": node.args[0]})
     node.replace_all_uses_with(shifted)
-    return Finding("token shift", _BECAME.format(token_shift.__name__), source_line(node), module_path(node))
+    return finding

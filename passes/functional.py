@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,10 @@ _INACTIVE_COPIES = {
     torch.ops.aten.alpha_dropout.default,
 }
 """The model gets the first argument itself from these where they do nothing; in a capture it gets a copy."""
+_POWERS = {
+    (name, overload): f"Tensor_{overload}" for name in ("pow", "float_power") for overload in ("Scalar", "Tensor")
+}
+"""Operators whose overloads are called otherwise in place, by name and overload."""
 _OPERATORS = {"__ior__": "bitwise_or", "__iand__": "bitwise_and", "__ixor__": "bitwise_xor"}
 _ALIASES: dict[Any, Any] = dict.fromkeys(
     (torch.ops.aten.concat.default, torch.ops.aten.concatenate.default), torch.ops.aten.cat.default
@@ -81,6 +86,8 @@ class _Memory:
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes: dict[int, list[fx.Node]] = {}
         self._same: dict[int, int] = {}
+        self.views: dict[fx.Node, fx.Node] = {}
+        """For each new value of a part the view that it is a value of."""
         for node in graph.nodes:
             for storage in () if _is_only_copied(node) else storages(node):
                 self._nodes.setdefault(self._place(storage), []).append(node)
@@ -101,6 +108,11 @@ class _Memory:
     def sharing(self, node: fx.Node) -> list[fx.Node]:
         """All nodes that share memory with `node`, in order; the first stands for the whole of that memory."""
         return self._nodes[self._place(next(storages(node)))]
+
+    def source(self, view: fx.Node) -> fx.Node | None:
+        """What a view was taken of."""
+        taken_of = view.args[0] if view.args else None
+        return self.views.get(taken_of, taken_of) if isinstance(taken_of, fx.Node) else None
 
     def rewritten(self, old: fx.Node, whole: fx.Node, parts: Sequence[fx.Node]) -> None:
         """From now on `whole` stands for the whole of the memory of `old`, and `parts` are parts of it."""
@@ -136,14 +148,16 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
     with graph.inserting_before(node):
         value = _functional(graph, node)
         is_part = written not in wholes and any(other is not written for other in read_later)
-        whole = _written_back(graph, node, value, wholes) if is_part else value
+        whole = _written_back(graph, node, value, wholes, memory) if is_part else value
         changed = {**dict.fromkeys(wholes, whole), written: value}
-        views = {view: _view_again(graph, node, view, changed) for view in read_later if view not in changed}
+        stale = [view for view in read_later if view not in changed]
+        views = {view: _view_again(graph, node, view, changed, memory) for view in stale}
     for old, new in {**changed, **views}.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
     memory.rewritten(written, whole, [*views.values(), value])
+    memory.views[value] = memory.views.get(written, written)
 
 
 def _comes_from_length(arguments: Any) -> bool:
@@ -173,7 +187,8 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         value = _copied(graph, node)
     else:
         name = _OPERATORS.get(target._opname, target._opname.removesuffix("_"))
-        overload = getattr(getattr(torch.ops.aten, name, None), target._overloadname, None)
+        packet = getattr(torch.ops.aten, name, None)
+        overload = getattr(packet, _POWERS.get((name, target._overloadname), target._overloadname), None)
         if overload is None or target.namespace != "aten" or name == target._opname:
             raise _refusal(node, "it changes a tensor in place, and has no form that does not")
         value = call(graph, overload, node.args, node.meta, **node.kwargs)
@@ -204,36 +219,62 @@ def _is_same_view(node: fx.Node, other: fx.Node) -> bool:
     return [size_expression(number) for number in layouts[0]] == [size_expression(number) for number in layouts[1]]
 
 
-def _written_back(graph: fx.Graph, node: fx.Node, value: fx.Node, wholes: Sequence[fx.Node]) -> fx.Node:
+def _written_back(
+    graph: fx.Graph, node: fx.Node, value: fx.Node, wholes: Sequence[fx.Node], memory: _Memory
+) -> fx.Node:
     """The whole tensor after `value` was written through a view of it, or a view of a view."""
-    current: Any = node.args[0]
-    whole = value
-    while current not in wholes:
-        scatter, parent = _SCATTERS.get(current.target), current.args[0]
-        if scatter is None:
-            raise _refusal(node, "it changes a part of a tensor in place")
-        whole = graph.call_function(scatter, (parent, whole, *current.args[1:]))
-        whole.meta = dict(parent.meta)
-        current = parent
-    return whole
+    chain = _chain(node.args[0], wholes, memory)  # type: ignore[arg-type]
+    if chain is None or any(view.target not in _SCATTERS for view in chain):
+        raise _refusal(node, "it changes a part of a tensor in place")
+    parents = [wholes[0]]
+    for view in chain[:0:-1]:
+        parents.append(_again(graph, view, parents[-1]))
+    for view, parent in zip(chain, reversed(parents), strict=True):
+        scatter = _SCATTERS[view.target]  # type: ignore[index]
+        value = graph.call_function(scatter, (parent, value, *view.args[1:]))
+        value.meta = dict(parent.meta)
+    return value
 
 
-def _view_again(graph: fx.Graph, node: fx.Node, view: fx.Node, changed: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _view_again(
+    graph: fx.Graph, node: fx.Node, view: fx.Node, changed: Mapping[fx.Node, fx.Node], memory: _Memory
+) -> fx.Node:
     """A view that was taken before `node` writes, taken of what the memory holds afterwards."""
-    chain: list[fx.Node] = []
-    current = view
-    while current not in changed:
-        source = current.args[0] if current.args else None
-        if not isinstance(source, fx.Node) or current.target is torch.ops.aten.as_strided.default:
-            raise _refusal(node, "another view of the tensor that it changes is used afterwards")
-        chain.append(current)
-        current = source
-    current = changed[current]
+    chain = _chain(view, changed, memory)
+    if chain is None or not all(map(_is_view, chain)):
+        raise _refusal(node, "another view of the tensor that it changes is used afterwards")
+    source = memory.source(chain[-1]) if chain else memory.views.get(view, view)
+    current = changed[source]  # type: ignore[index]
     for step in reversed(chain):
-        again = graph.create_node(step.op, step.target, (current, *step.args[1:]), step.kwargs)
-        again.meta = dict(step.meta)
-        current = again
+        current = _again(graph, step, current)
     return current
+
+
+def _chain(view: fx.Node, ends: Container[fx.Node], memory: _Memory) -> list[fx.Node] | None:
+    """The views from `view` up to one of `ends`, without that; None where something else comes before."""
+    chain: list[fx.Node] = []
+    current: Any = memory.views.get(view, view)
+    while current not in ends:
+        chain.append(current)
+        current = memory.source(current)
+        if current is None:
+            return None
+    return chain
+
+
+def _again(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
+    again = graph.create_node(view.op, view.target, (source, *view.args[1:]), view.kwargs)
+    again.meta = dict(view.meta)
+    return again
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the node's operator gives its first argument back in another form, whatever its memory."""
+    if node.target in _INACTIVE_COPIES or node.target is operator.getitem:
+        return True
+    schema = _schema(node)
+    aliases = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return aliases and not schema.is_mutable and node.target is not torch.ops.aten.as_strided.default
 
 
 def _later(node: fx.Node) -> set[fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from tree_compile.passes.shapes import inherited, shape_of
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.token_rules import RULES, Result, Step
 from tree_compile.runtime.mixers import MIXERS, Mixer, call_of
+from tree_compile.runtime.recurrence_fla import kernels_can
 from tree_compile.runtime.row_tree import CHUNK
 
 _NODE = torch.ops.tree_compile.mixer.default
@@ -38,57 +39,63 @@ def _replace(graph: fx.Graph, node: fx.Node) -> Finding:
     name, tensors, options = node.args
     found, arguments = call_of(str(name), list(tensors), str(options))  # type: ignore[arg-type]
     with graph.inserting_before(node):
-        result = insert_mixer(graph, node, found.op, arguments)
+        result, finding = insert_mixer(graph, node, found.op, arguments)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    became, state_bytes = _description(found, arguments)
-    return Finding(found.shown, became, source_line(node), module_path(node), state_bytes)
+    return finding
 
 
-def insert_mixer(graph: fx.Graph, origin: fx.Node, op: Callable[..., Any], arguments: dict[str, Any]) -> fx.Node:
-    """Inserts a call of a mixer's op with the tree of the row, and returns the node of its first result.
+def insert_mixer(
+    graph: fx.Graph, origin: fx.Node, op: Callable[..., Any], arguments: dict[str, Any]
+) -> tuple[fx.Node, Finding]:
+    """Inserts a call of a mixer's op with the tree of the row; returns the node of its first result, and what it says.
 
     Args:
         graph: a graph with plan inputs.
-        origin: the node whose place it takes; the result has its fake value.
+        origin: the node whose place it takes.
         op: declared with `runtime.mixers.mixer`.
         arguments: those of the op by name, without `tree`.
     """
-    found = next(mixer for mixer in MIXERS.values() if mixer.op is op)
+    found = MIXERS[op.__name__]
     RULES[op] = _rule
+    value = arguments[found.like].meta["val"]
     result = graph.call_function(op, (), arguments | {"tree": tree_inputs(graph)})
-    result.meta = inherited(origin.meta) | {"val": origin.meta["val"] if found.state is None else (origin.meta["val"],)}
+    result.meta = inherited(origin.meta) | {"val": value if found.state is None else (value,)}
+    became, state_bytes = _description(found, arguments)
+    finding = Finding(op.__name__.replace("_", " "), became, source_line(origin), module_path(origin), state_bytes)
     if found.state is None:
-        return result
+        return result, finding
     first = graph.call_function(operator.getitem, (result, 0))
-    first.meta = inherited(origin.meta) | {"val": origin.meta["val"]}
-    return first
+    first.meta = inherited(origin.meta) | {"val": value}
+    return first, finding
 
 
 def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
     """What a mixer became, and the bytes of one of its states."""
-    name = found.op.__name__
+    name, values = found.op.__name__, arguments[found.like].meta["val"]
     if found.state is None:
         return f"{name} over the ancestors of every token, one call per pass", 0
     nodes = {key: arguments[key] for key in found.tokens if key in arguments}
     shape = found.state({key: shape_of(node) for key, node in nodes.items()})
-    size = 8 if nodes[found.like].meta["val"].dtype == torch.float64 else 4
-    count = math.prod(map(int, shape)) * size
-    sizes = " x ".join(map(str, shape))
-    return (
-        f"{name} in chunks of {CHUNK} tokens, one call per pass, with a state of {sizes} for each, {count:,} bytes",
-        count,
-    )
+    count = math.prod(map(int, shape)) * (8 if values.dtype == torch.float64 else 4)
+    state = f"a state of {' x '.join(map(str, shape))}, {count:,} bytes"
+    if has_kernels(found, arguments):
+        return f"{name} by fla's kernels, one call per depth and pass, with {state}, for each segment", count
+    return f"{name} in chunks of {CHUNK} tokens, one call per pass, with {state}, for each", count
+
+
+def has_kernels(found: Mixer, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of the mixer's op runs kernels, which no compiled code can hold."""
+    return found.has_kernels and kernels_can(arguments["key" if "key" in arguments else "write"].meta["val"])
 
 
 def _rule(step: Step) -> Result:
     """Tokens must be in the order of the row, along the dimension that the op has for them."""
-    found = next(mixer for mixer in MIXERS.values() if mixer.op is step.node.target)
+    found = MIXERS[step.node.target.__name__]  # type: ignore[union-attr]
     for name, dim in found.tokens.items():
         if step.arguments.get(name) is not None:
             _require(step, name, dim)
-    rank = len(shape_of(step[found.like]))
-    axes = _axes(rank, found.tokens[found.like])
+    axes = _axes(len(shape_of(step[found.like])), found.tokens[found.like])
     return Value(axes) if found.state is None else (Value(axes),)
 
 
@@ -98,6 +105,8 @@ def _require(step: Step, name: str, dim: int | None) -> None:
         raise Mixes(
             f"its {name} is not one for every token" if dim is not None else f"its {name} depends on the tokens"
         )
+    if dim is not None and (dim == 0 or shape_of(step[name])[0] != 1):
+        raise Mixes(f"its {name} has something else than one batch before its tokens")
 
 
 def _axes(rank: int, dim: int | None) -> tuple[Axis | None, ...]:

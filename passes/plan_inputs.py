@@ -54,13 +54,15 @@ def tree_inputs(graph: fx.Graph) -> RowTree:
     return RowTree(**nodes, segments=plan_input(graph, "plan_segments"))  # type: ignore[arg-type]
 
 
-def has_tree_inputs(graph: fx.Graph) -> bool:
-    """Whether a layer that carries a state reads the row's tree; where none does, its placeholders are removed."""
-    nodes = [plan_input(graph, name) for name in TREE_INPUTS]
-    is_used = any(node.users for node in nodes)
-    for node in () if is_used else nodes:
-        graph.erase_node(node)
-    return is_used
+def reads_tree(graph: fx.Graph) -> bool:
+    """Whether a layer that carries a state reads the row's tree."""
+    return any(plan_input(graph, name).users for name in TREE_INPUTS)
+
+
+def remove_tree_inputs(graph: fx.Graph) -> None:
+    """Removes the placeholders of the row's tree from a graph that does not read it."""
+    for name in TREE_INPUTS:
+        graph.erase_node(plan_input(graph, name))
 
 
 class RowTables:

@@ -24,11 +24,12 @@ def causal_convolution(
         tree: that of the row; None where each of the B is a sequence of its own.
 
     Returns:
-        [B, T, D] in the dtype of `values`.
+        [B, T, D] in the dtype of `values`; sums are kept in float32 at least.
     """
-    width = weight.shape[-1]
-    rows = _with_zero_row(values)
-    result = values * weight[:, width - 1]
+    width, dtype = weight.shape[-1], torch.promote_types(values.dtype, torch.float32)
+    wide, weight = values.to(dtype), weight.to(dtype)
+    rows = _with_zero_row(wide)
+    result = wide * weight[:, width - 1]
     for back, ancestor in enumerate(_ancestors(values, width - 1, tree), start=1):
         result = result + rows.index_select(0, ancestor).view(values.shape) * weight[:, width - 1 - back]
     return (result if bias is None else result + bias).to(values.dtype)

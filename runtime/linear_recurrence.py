@@ -50,7 +50,7 @@ _SUB = 8
 """Tokens of a part of a chunk in which decays per channel are taken pair by pair."""
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -93,7 +93,7 @@ def gated_delta_rule(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
 def kimi_delta_attention(
     query: Tensor,
     key: Tensor,
@@ -113,7 +113,7 @@ def kimi_delta_attention(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads)
+@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -133,7 +133,7 @@ def delta_rule(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, has_kernels=True)
 def gated_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -151,7 +151,7 @@ def gated_linear_attention(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, has_kernels=True)
 def decay_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -173,7 +173,12 @@ def decay_linear_attention(
     )
 
 
-@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state_of_space)
+@mixer(
+    {"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None},
+    "values",
+    state=_state_of_space,
+    has_kernels=True,
+)
 def state_space_scan(
     values: Tensor,
     step: Tensor,

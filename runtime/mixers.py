@@ -28,14 +28,14 @@ class Mixer:
         like: the name of the tensor whose shape, dtype and token dimension the result has.
         state: the shape of a state from the shapes of the tensors by name; None where the op carries none, but looks at
             ancestors. An op with states returns a pair, whose second entry are final states.
-        shown: what `explain` calls it.
+        has_kernels: whether the kernels of `recurrence_fla` can take its place.
     """
 
     op: Callable[..., Any]
     tokens: Mapping[str, int | None]
     like: str
     state: StateShape | None
-    shown: str
+    has_kernels: bool
 
 
 MIXERS: dict[str, Mixer] = {}
@@ -43,7 +43,7 @@ MIXERS: dict[str, Mixer] = {}
 
 
 def mixer(
-    tokens: Mapping[str, int | None], like: str, *, state: StateShape | None = None
+    tokens: Mapping[str, int | None], like: str, *, state: StateShape | None = None, has_kernels: bool = False
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
     """Declares an op over a row's tree, so that models that call it can be compiled.
 
@@ -54,11 +54,11 @@ def mixer(
         tokens: as in `Mixer`. The op has an argument `tree` besides, and options.
         like: as in `Mixer`.
         state: as in `Mixer`.
+        has_kernels: as in `Mixer`.
     """
 
     def declare(op: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-        name = op.__name__
-        MIXERS[name] = Mixer(op, dict(tokens), like, state, name.replace("_", " "))
+        MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, has_kernels)
         return op
 
     return declare
@@ -70,8 +70,14 @@ def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
     Args:
         op: declared with `mixer`.
         arguments: its tensors, and options that JSON can hold.
+
+    Raises:
+        TypeError: an option is something else, such as a tensor.
     """
     tensors = [arguments.pop(name, None) for name in MIXERS[op.__name__].tokens]
+    for name, value in arguments.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise TypeError(f"{name} of {op.__name__} is a {type(value).__name__}; it must be a plain number")
     node: Tensor = torch.ops.tree_compile.mixer(op.__name__, tensors, json.dumps(arguments))
     return node
 

@@ -29,7 +29,7 @@ def regroup(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 @torch.library.custom_op("tree_compile::regroup", mutates_args=())
 def _regroup(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # noqa: ARG001
     found = values.index_select(0, index.clamp(max=len(values) - 1))
-    return found.index_fill_(0, (index >= len(values)).nonzero()[:, 0], 0)
+    return found.masked_fill_((index >= len(values))[:, None], 0)
 
 
 @_regroup.register_fake

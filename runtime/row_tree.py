@@ -47,6 +47,11 @@ class RowTree(NamedTuple):
     chunk_parent: Tensor
     segments: Tensor
 
+    def to(self, device: torch.device) -> RowTree:
+        """The same with what kernels read on `device`."""
+        parent, tokens, place = (tensor.to(device, non_blocking=True) for tensor in self[:3])
+        return RowTree(parent, tokens, place, *self[3:])
+
 
 def tree_of_segments(segments: IntArray, parent: IntArray, least: int = 1) -> RowTree:
     """The tree of a row, on the CPU.
@@ -84,8 +89,7 @@ def tree_of_chains(sequences: int, length: int, device: torch.device) -> RowTree
     past, none = first + length, np.zeros_like(first)
     tokens, place, chunk_parent = _chunks(starts.ravel(), ends.ravel(), above.ravel(), len(parent), starts.size)
     segments = torch.from_numpy(np.stack([first, past, past, none - 1, none], axis=1))
-    on_device = (torch.from_numpy(parent).to(device), tokens.to(device), place.to(device))
-    return RowTree(*on_device, chunk_parent, segments)
+    return RowTree(torch.from_numpy(parent), tokens, place, chunk_parent, segments).to(device)
 
 
 def in_chunks(values: Tensor, tree: RowTree) -> Tensor:

@@ -66,7 +66,7 @@ def levels_of(parent: Tensor, device: torch.device | None = None) -> list[_Level
     while bounds[-1] < len(above):
         bounds.append(int(np.searchsorted(highest, bounds[-1])))
     past_followed = [int(highest[end - 1]) + 1 for end in bounds[2:]] + [bounds[-2]]
-    on_device, before = parent if device is None else parent.to(device), [0, *bounds]
+    on_device, before = parent if device is None else parent.to(device, non_blocking=True), [0, *bounds]
     return [
         _Level(slice(first, past), slice(first, followed), on_device[first:past] - start)
         for start, first, past, followed in zip(before, bounds[:-1], bounds[1:], past_followed, strict=False)
@@ -97,14 +97,14 @@ def _(kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, *_
 def _empty(maps: ChunkMaps) -> tuple[Tensor, Tensor]:
     fresh, width = maps.fresh, maps.fresh.shape[2] if maps.left is None else maps.left.shape[3]
     states = fresh.new_empty((*fresh.shape[:2], width, fresh.shape[3]))
-    return states, torch.empty_like(fresh) if maps.reads is not None else fresh.new_empty(0)
+    return states, fresh.new_empty(fresh.shape if maps.reads is not None else 0)
 
 
 def _write(maps: ChunkMaps, states: Tensor, written: Tensor, chunks: slice) -> None:
     """`written` gets what the chunks write, where some of the state is taken off it."""
     assert maps.reads is not None
     fresh, reads = maps.fresh[chunks].flatten(0, 1), maps.reads[chunks].flatten(0, 1)
-    torch.baddbmm(fresh, reads, states[chunks].flatten(0, 1), alpha=-1, out=written[chunks].flatten(0, 1))
+    torch.baddbmm(fresh, reads, states[chunks].flatten(0, 1), alpha=-1, out=_by_head(written[chunks]))
 
 
 def _ended(maps: ChunkMaps, states: Tensor, written: Tensor, chunks: slice) -> Tensor:
@@ -112,8 +112,8 @@ def _ended(maps: ChunkMaps, states: Tensor, written: Tensor, chunks: slice) -> T
     new = (maps.fresh if maps.reads is None else written)[chunks]
     if maps.left is None:
         return torch.addcmul(new, maps.kept[chunks], states[chunks])
-    kept = maps.kept[chunks] * states[chunks]
-    kept.flatten(0, 1).baddbmm_(maps.left[chunks].flatten(0, 1).mT, new.flatten(0, 1))
+    kept = (maps.kept[chunks] * states[chunks]).contiguous()
+    _by_head(kept).baddbmm_(maps.left[chunks].flatten(0, 1).mT, new.flatten(0, 1))
     return kept
 
 
@@ -160,9 +160,10 @@ def _(
 
 def _empty_gradients(maps: ChunkMaps, initial: Tensor | None) -> _Gradients:
     none = maps.kept.new_empty(0)
-    to_left = none if maps.left is None else torch.empty_like(maps.left)
-    to_initial = none.clone() if initial is None else torch.empty_like(initial)
-    return _Gradients(torch.empty_like(maps.kept), torch.empty_like(maps.fresh), to_left, to_initial)
+    to_left = none if maps.left is None else maps.left.new_empty(maps.left.shape)
+    to_initial = none.clone() if initial is None else initial.new_empty(initial.shape)
+    to_kept, to_written = maps.kept.new_empty(maps.kept.shape), maps.fresh.new_empty(maps.fresh.shape)
+    return _Gradients(to_kept, to_written, to_left, to_initial)
 
 
 def _sum_by_parent(begun: Tensor, parent: Tensor, followed: slice) -> Tensor:
@@ -180,19 +181,24 @@ def _through_followed(
         gradients.written[chunks] = after
         return
     by_head = after.flatten(0, 1)
-    torch.bmm(new[chunks].flatten(0, 1), by_head.mT, out=gradients.left[chunks].flatten(0, 1))
-    gradients.written[chunks].flatten(0, 1).baddbmm_(maps.left[chunks].flatten(0, 1), by_head)
+    torch.bmm(new[chunks].flatten(0, 1), by_head.mT, out=_by_head(gradients.left[chunks]))
+    _by_head(gradients.written[chunks]).baddbmm_(maps.left[chunks].flatten(0, 1), by_head)
 
 
 def _begun(maps: ChunkMaps, grad: Tensor, after: Tensor | None, to_written: Tensor, level: _Level) -> Tensor:
     """The gradient of the states before the chunks of a level, of which `after` is that after the followed ones."""
-    begun = grad[level.chunks].clone()
+    begun = grad[level.chunks].clone(memory_format=torch.contiguous_format)
     if after is not None:
         begun[: len(after)].addcmul_(maps.kept[level.followed], after)
     if maps.reads is not None:
         reads, to_new = maps.reads[level.chunks].flatten(0, 1), to_written[level.chunks].flatten(0, 1)
-        begun.flatten(0, 1).baddbmm_(reads.mT, to_new, alpha=-1)
+        _by_head(begun).baddbmm_(reads.mT, to_new, alpha=-1)
     return begun
+
+
+def _by_head(target: Tensor) -> Tensor:
+    """[n, H, …] -> [n * H, …] as a view, so that what is written into it is written into `target`."""
+    return target.view(-1, *target.shape[2:])
 
 
 def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:

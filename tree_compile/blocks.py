@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.passes.mixers import has_kernels
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.runtime.mixers import MIXERS
-from tree_compile.runtime.recurrence_fla import kernels_can
 
 Function = Callable[..., tuple[Any, ...]]
 _INDEXED = re.compile(r"^(?P<list>.*?[^.\d][^.]*)\.(?P<index>\d+)$")
@@ -196,12 +196,14 @@ def _register(module: nn.Module, name: str, tensor: Any) -> None:
 
 def compiled(section: fx.GraphModule) -> Function:
     """Compiles a section for any number of tokens; kernels of recurrent layers run between compiled parts."""
-    return torch.compile(section, dynamic=True, fullgraph=not _has_kernels(section.graph))
+    return torch.compile(section, dynamic=True, fullgraph=not _runs_kernels(section.graph))
 
 
-def _has_kernels(graph: fx.Graph) -> bool:
-    mixed = [node for node in graph.nodes if any(mixer.op is node.target and mixer.state for mixer in MIXERS.values())]
-    return any(is_tensor(node) and kernels_can(node.meta["val"]) for user in mixed for node in user.all_input_nodes)
+def _runs_kernels(graph: fx.Graph) -> bool:
+    calls = [(MIXERS.get(getattr(node.target, "__name__", "")), node) for node in graph.nodes]
+    return any(
+        found is not None and found.op is node.target and has_kernels(found, node.kwargs) for found, node in calls
+    )
 
 
 def as_it_is(section: fx.GraphModule) -> Function:

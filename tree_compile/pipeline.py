@@ -22,7 +22,7 @@ from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
 from tree_compile.passes.mixers import RewriteMixers
-from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs, has_tree_inputs
+from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs, reads_tree, remove_tree_inputs
 from tree_compile.passes.positions import RewritePositions
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
@@ -125,8 +125,10 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         run_pass(graph_module, graph_pass, trail)
     random = any(draws(node) for node in graph_module.graph.nodes)
     run_pass(graph_module, KeepAutocastOff(), trail)
-    carries_state = has_tree_inputs(graph_module.graph)
-    graph_module.recompile()
+    carries_state = reads_tree(graph_module.graph)
+    if not carries_state:
+        remove_tree_inputs(graph_module.graph)
+        graph_module.recompile()
     trail.stages["rewritten"] = readable(graph_module)
     return Rewritten(
         graph_module=graph_module,

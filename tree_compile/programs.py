@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.output import RowResult
+from tree_compile.passes.plan_inputs import TREE_INPUTS
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import tree_of_segments
@@ -47,7 +48,7 @@ class Program:
 
     def _inputs(self, row: Row) -> tuple[Any, ...]:
         inputs = row_inputs(row, self.device)
-        return (*inputs, *tree_inputs(row, self.device)) if self.rewritten.carries_state else inputs
+        return (*inputs, *tree_arguments(row, self.device)) if self.rewritten.carries_state else inputs
 
     def _result(self, row: Row, tensors: tuple[Tensor, ...]) -> RowResult:
         batched = self.rewritten.batched
@@ -94,11 +95,10 @@ def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
     return (*inputs, _segments(row), position, subtree_end, length)
 
 
-def tree_inputs(row: Row, device: torch.device) -> tuple[Tensor, ...]:
+def tree_arguments(row: Row, device: torch.device) -> tuple[Tensor, ...]:
     """The arguments that follow where the graph has layers that carry a state, in the order of TREE_INPUTS."""
-    tree = tree_of_segments(row.segments, row.parent, _FEWEST_TOKENS)
-    on_device = (tensor.to(device, non_blocking=True) for tensor in (tree.parent, tree.chunk_tokens, tree.chunk_place))
-    return (*on_device, tree.chunk_parent)
+    tree = tree_of_segments(row.segments, row.parent, _FEWEST_TOKENS).to(device)
+    return tuple(getattr(tree, name) for name in TREE_INPUTS.values())
 
 
 def _segments(row: Row) -> Tensor:

@@ -200,7 +200,117 @@ def views_of_several_places(model, x, ids):
     return torch.cat([first[..., 4:], first[..., :4]], -1)
 
 
+def view_that_was_written_is_read_after_the_whole_is(model, x, ids):
+    x = x.clone()
+    part = x[..., :1]
+    part.mul_(2)
+    x.add_(1)
+    return x + part
+
+
+def view_of_a_view_that_was_written(model, x, ids):
+    x = x.clone()
+    part = x[..., :4]
+    part.mul_(2)
+    inner = part[..., 1:3]
+    x.add_(1)
+    return x + torch.cat([inner, inner, inner, inner], -1)
+
+
+def two_overlapping_views_that_were_written(model, x, ids):
+    x = x.clone()
+    first, second = x[..., :5], x[..., 3:]
+    first.mul_(2)
+    second.add_(1)
+    first.copy_(first * 3)
+    return torch.cat([second, first[..., :3]], -1)
+
+
+def one_part_is_written_from_another(model, x, ids):
+    x = x * 1
+    first, last = x[..., :4], x[..., 4:]
+    first.add_((ids == 3)[..., None].to(x.dtype))
+    last.add_(first)
+    return torch.cat([first, last], -1)
+
+
+def rotation_in_place(model, x, ids):
+    x = x * 1
+    first, last = x[..., :4], x[..., 4:]
+    new = first * 0.6 - last * 0.8, last * 0.6 + first * 0.8
+    first.copy_(new[0])
+    last.copy_(new[1])
+    return torch.cat([first, last], -1)
+
+
+def two_parts_are_scaled(model, x, ids):
+    x = x * 1
+    first, last = x[..., :4], x[..., 4:]
+    first *= 0.5
+    last *= 0.25
+    return torch.cat([first * last, first], -1)
+
+
+def two_parts_are_swapped(model, x, ids):
+    x = x * 1
+    first, last = x[..., :4], x[..., 4:]
+    kept = first.clone()
+    first.copy_(last)
+    last.copy_(kept)
+    return x
+
+
+def part_is_copied_and_its_source_changed(model, x, ids):
+    x = x * 1
+    first, last = x[..., :4], x[..., 4:]
+    first[:] = last
+    last[:] = 0
+    return torch.cat([first, x[..., 4:]], -1)
+
+
+def view_of_a_view_is_written_first(model, x, ids):
+    x = x * 1
+    outer = x[..., :4]
+    inner = outer[..., :2]
+    inner.add_(1)
+    outer.mul_(2)
+    return torch.cat([inner] * 4, -1)
+
+
+def columns_are_summed_up(model, x, ids):
+    x = x * 1
+    columns = [x[..., at] for at in range(8)]
+    for at in range(1, 8):
+        columns[at].add_(columns[at - 1])
+    return x
+
+
+def the_same_view_is_written_twice(model, x, ids):
+    x = x * 1
+    x[..., :4].mul_(2).add_(1)
+    return x
+
+
+def powers_in_place(model, x, ids):
+    x = x.abs() + 1
+    x **= 2
+    x **= torch.full((), 0.5, dtype=x.dtype)
+    return x
+
+
 EXACT = [
+    one_part_is_written_from_another,
+    rotation_in_place,
+    two_parts_are_scaled,
+    two_parts_are_swapped,
+    part_is_copied_and_its_source_changed,
+    view_of_a_view_is_written_first,
+    columns_are_summed_up,
+    the_same_view_is_written_twice,
+    powers_in_place,
+    view_that_was_written_is_read_after_the_whole_is,
+    view_of_a_view_that_was_written,
+    two_overlapping_views_that_were_written,
     below_an_inactive_dropout,
     below_a_view_that_is_read_later,
     below_a_reshape_that_is_read_later,

@@ -33,7 +33,7 @@ class RewriteConvolutions:
         graph, symbol = graph_module.graph, token_symbol(graph_module.graph)
         findings = []
         for node in list(graph.nodes):
-            if node.target is aten.conv1d.default:
+            if node.target in (aten.conv1d.default, aten.conv1d.padding):
                 findings += _replace_convolution(graph, node, symbol)
             elif node.target in _PADS and _is_shift(node, symbol):
                 findings.append(_replace_shift(graph, node))
@@ -42,9 +42,7 @@ class RewriteConvolutions:
 
 def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -> list[Finding]:
     given = arguments(node)
-    if not _is_depthwise(given):
-        return []
-    values, results = _padded_before(node, given, symbol)
+    values, cuts = _padded_before(node, given, symbol) if _is_depthwise(given) else (None, [])
     if values is None:
         return []
     # Under autocast a convolution computes in another dtype than its inputs have.
@@ -55,10 +53,21 @@ def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -
         bias = None if given["bias"] is None else _in_dtype(graph, given["bias"], dtype)
         tensors = {"values": rows, "weight": weight} | ({} if bias is None else {"bias": bias})
         convolved, finding = insert_mixer(graph, node, causal_convolution, tensors)
-        back = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
-    for result in results:
-        result.replace_all_uses_with(back)
+        result = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
+    if not cuts:
+        node.replace_all_uses_with(result)
+    for cut in cuts:
+        _replace_cut(graph, cut, result)
     return [finding]
+
+
+def _replace_cut(graph: fx.Graph, cut: list[fx.Node], result: fx.Node) -> None:
+    """Puts what stands between a convolution and the cut to T tokens after a convolution that needs no cut."""
+    *between, last = cut
+    for step in between:
+        with graph.inserting_before(step):
+            result = call(graph, step.target, (result, *step.args[1:]), step.meta, **step.kwargs)
+    last.replace_all_uses_with(result)
 
 
 def _in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -72,26 +81,63 @@ def _is_depthwise(given: dict[str, Any]) -> bool:
     return plain and inputs == 1 and given["groups"] == channels and is_one_batch
 
 
-def _padded_before(node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol) -> tuple[fx.Node | None, list[fx.Node]]:
-    """What is convolved, without its padding, and the nodes that hold one result for every token."""
-    before, padding = shape_of(given["weight"])[2] - 1, list(given["padding"])
+def _padded_before(
+    node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol
+) -> tuple[fx.Node | None, list[list[fx.Node]]]:
+    """What is convolved, without its padding; and how it is cut to one result for every token, where it has to be."""
+    before, padding = shape_of(given["weight"])[2] - 1, given["padding"]
     source = given["input"]
-    if padding == [before] and _is_tokens(source, symbol):
-        cuts = [user for user in node.users if _keeps_first(user, symbol)]
-        return (source, cuts) if len(cuts) == len(node.users) else (None, [])
-    if padding == [0] and source.target in _PADS and _pads(source) == [before, 0]:
+    if list(padding) == [before] and _is_tokens(source, symbol):
+        cuts = _cuts(node, 2, symbol)
+        return (None, []) if cuts is None else (source, cuts)
+    is_unpadded = padding == "valid" or list(padding) == [0]
+    if is_unpadded and source.target in _PADS and _pads(source) == [before, 0]:
         values = source.args[0]
-        return (values, [node]) if _is_tokens(values, symbol) else (None, [])
+        return (values, []) if _is_tokens(values, symbol) else (None, [])
     return None, []
 
 
-def _keeps_first(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    """Whether the node keeps the first T entries of the last dimension."""
-    if node.target is not aten.slice.Tensor:
+def _cuts(node: fx.Node, dim: int, symbol: sympy.Symbol) -> list[list[fx.Node]] | None:
+    """The ways from a convolution, whose tokens lie along `dim`, to the nodes that keep its first T results.
+
+    None where one of them is used otherwise. Activations and transpositions may come in between.
+    """
+    ways: list[list[fx.Node]] = []
+    for user in node.users:
+        if _keeps_first(user, dim, symbol):
+            ways.append([user])
+            continue
+        moved = _moved(user, dim)
+        further = None if moved is None else _cuts(user, moved, symbol)
+        if further is None:
+            return None
+        ways += [[user, *way] for way in further]
+    return ways
+
+
+def _moved(node: fx.Node, dim: int) -> int | None:
+    """Where dimension `dim` of the only input is in the result of an activation or a transposition."""
+    if len(node.all_input_nodes) != 1 or node.op != "call_function":
+        return None
+    given, rank = arguments(node), len(shape_of(node))
+    if node.target is aten.transpose.int:
+        one, other = given["dim0"] % rank, given["dim1"] % rank
+        return {one: other, other: one}.get(dim, dim)
+    if node.target is aten.permute.default:
+        return [place % rank for place in given["dims"]].index(dim)
+    if node.target is aten.mT.default:
+        return {rank - 1: rank - 2, rank - 2: rank - 1}.get(dim, dim)
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return dim if is_pointwise and torch.Tag.nondeterministic_seeded not in node.target.tags else None  # type: ignore[union-attr]
+
+
+def _keeps_first(node: fx.Node, dim: int, symbol: sympy.Symbol) -> bool:
+    """Whether the node keeps the first T entries of `dim`."""
+    if node.target not in (aten.slice.Tensor, aten.narrow.default):
         return False
     given = arguments(node)
-    is_last = given["dim"] % len(shape_of(node)) == len(shape_of(node)) - 1
-    return is_last and given["start"] in (None, 0) and given["step"] == 1 and _is_tokens(node, symbol)
+    is_first = given["dim"] % len(shape_of(node)) == dim and given["start"] in (None, 0) and given.get("step", 1) == 1
+    return is_first and bool(size_expression(shape_of(node)[dim]) == symbol)
 
 
 def _is_tokens(node: fx.Node, symbol: sympy.Symbol) -> bool:

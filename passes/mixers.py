@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
+from tree_compile.passes.axes import BLANK, TOKENS, Axis, Mixes, Value
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.plan_inputs import tree_inputs
 from tree_compile.passes.shapes import inherited, shape_of
@@ -86,7 +86,10 @@ def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
 
 def has_kernels(found: Mixer, arguments: Mapping[str, Any]) -> bool:
     """Whether a call of the mixer's op runs kernels, which no compiled code can hold."""
-    return found.has_kernels and kernels_can(arguments["key" if "key" in arguments else "write"].meta["val"])
+    if not found.has_kernels:
+        return False
+    keys = arguments["key" if "key" in arguments else "write"]
+    return kernels_can(keys.meta["val"], arguments[found.like].meta["val"])
 
 
 def _rule(step: Step) -> Result:
@@ -101,7 +104,8 @@ def _rule(step: Step) -> Result:
 
 def _require(step: Step, name: str, dim: int | None) -> None:
     known = step.value(name)
-    if known.axes != _axes(len(known.axes), dim):
+    found = tuple(TOKENS if axis == BLANK else axis for axis in known.axes)
+    if found != _axes(len(found), dim):
         raise Mixes(
             f"its {name} is not one for every token" if dim is not None else f"its {name} depends on the tokens"
         )

@@ -47,9 +47,10 @@ def depths_of(segments: IntArray) -> list[Depth]:
     for segment, parent in enumerate(segments[:, PARENT].tolist()):
         if parent >= 0:
             depth[segment] = depth[parent] + 1
+    order = np.argsort(depth, kind="stable")
+    cuts = np.cumsum(np.bincount(depth))[:-1]
     found, place = [], np.full(len(segments), -1, np.int64)
-    for level in range(max(depth) + 1):
-        own = np.flatnonzero(np.array(depth) == level)
+    for own in np.split(order, cuts):
         parents = segments[own, PARENT]
         found.append(Depth(own, segments[own][:, [START, END]], np.where(parents < 0, -1, place[parents])))
         place[own] = np.arange(len(own))

@@ -10,25 +10,24 @@ Delta Networks, 2024, section 3; Dao and Gu, Mamba-2, 2024, section 6), so that 
 computed at once, and only the states between chunks go down the tree one after the other (`state_scan`).
 
 Every function takes one row of a plan with its `tree`, or, without one, a batch of unpacked sequences. It computes
-in float64 where its inputs are of that dtype, and in float32 elsewhere.
+in float64 where its values are of that dtype, and in float32 elsewhere; kernels on CUDA in their own way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
-from tree_compile.runtime.row_tree import CHUNK, RowTree, by_first_chunk, in_chunks, in_row, last_chunks, tree_of_chains
-from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
+from tree_compile.runtime.row_tree import RowTree, is_padding, tree_of_chains
 
 __all__ = [
-    "by_chunks",
     "decay_linear_attention",
     "delta_rule",
     "gated_delta_rule",
@@ -44,10 +43,6 @@ def _state_of_heads(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
 
 def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["values"][2], shapes["values"][3], shapes["write"][3]
-
-
-_SUB = 8
-"""Tokens of a part of a chunk in which decays per channel are taken pair by pair."""
 
 
 @mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
@@ -193,6 +188,8 @@ def state_space_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """State-space layer of Mamba-2: linear attention with the decay `step * rate` that writes `step * values`.
 
+    Mamba's own names are x for the values, Δ for the step, A for the rate, B for write, C for read, D for skip.
+
     Args:
         values: [B, T, H, E].
         step: [B, T, H], above 0.
@@ -202,7 +199,6 @@ def state_space_scan(
         tree: as in `gated_delta_rule`.
         skip: [H], factor of the values that are added to the output.
         initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
-
         output_final_state: as in `gated_delta_rule`.
 
     Returns:
@@ -220,25 +216,6 @@ def state_space_scan(
     return out.to(values.dtype), None if states is None else states.transpose(-1, -2)
 
 
-class _Pieces(NamedTuple):
-    """Inputs by chunk: query and key [n, H, CHUNK, D], value [n, H, CHUNK, E], and numbers for every token of them.
-
-    Attributes:
-        of_query: factor on the query, [n, H, CHUNK, 1].
-        of_key: factor on the key.
-        total: the sum of the decays from the start of the chunk on, [n, H, CHUNK, D or 1].
-        beta: [n, H, CHUNK, 1], or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    of_query: Tensor
-    of_key: Tensor
-    total: Tensor
-    beta: Tensor | None
-
-
 def _recurrence(
     query: Tensor,
     key: Tensor,
@@ -251,112 +228,13 @@ def _recurrence(
     batch, length = value.shape[:2]
     row = tree_of_chains(batch, length, value.device) if tree is None else tree
     inputs = LinearInputs(query, key, value, decay, beta).of_each(lambda x: x.flatten(0, 1)[None])
-    compute = by_kernels if kernels_can(value) else by_chunks
+    compute = by_kernels if kernels_can(key, value) else by_chunks
     # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
     with torch.autocast(value.device.type, enabled=False):
         out, final = compute(inputs, row, options)
-    return out.view(batch, length, *value.shape[2:]).to(value.dtype), final
-
-
-def by_chunks(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
-    """What all of these functions come to, in torch's own operations: outputs [1, T, H, E], and final states."""
-    pieces = _pieces(inputs, row, options)
-    attend = _pair_products(pieces.query, pieces.key, pieces.total) * (pieces.of_query * pieces.of_key.mT)
-    maps, initial = _chunk_maps(pieces), options.initial_state
-    start = None if initial is None else by_first_chunk(initial.to(pieces.value.dtype), row)
-    states, written = starting_states(maps, row.chunk_parent, start)
-    asked = pieces.query * (pieces.of_query * pieces.total.exp())
-    out = in_row(asked @ states + attend @ written, row, batch=1)
-    return out, final_states(maps, states, written)[last_chunks(row)] if options.output_final_state else None
-
-
-def _pieces(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> _Pieces:
-    dtype, heads = _dtype(inputs.value), inputs.value.shape[2]
-
-    def by_chunk(values: Tensor) -> Tensor:
-        return _for_heads(in_chunks(values.to(dtype), row), heads)
-
-    query, key, total = by_chunk(inputs.query), by_chunk(inputs.key), by_chunk(inputs.decay).cumsum(-2)
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    one = torch.ones_like(query[..., :1])
-    of_query, of_key = (_one_over_length(query), _one_over_length(key)) if options.normalize else (one, one)
-    gate = None if inputs.beta is None else by_chunk(inputs.beta[..., None])
-    return _Pieces(query, key, by_chunk(inputs.value), of_query * scale, of_key, total, gate)
-
-
-def _chunk_maps(pieces: _Pieces) -> ChunkMaps:
-    """What every chunk makes of the state before it.
-
-    With a delta rule, what a token writes depends on what those before it in the chunk wrote, which is a triangular
-    system: the UT transform of Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.
-    """
-    _, key, value, _, of_key, total, beta = pieces
-    last = total[..., -1:, :]
-    kept, left = last.exp().mT, key * (of_key * (last - total).exp())
-    if beta is None:
-        return ChunkMaps(kept, value, left)
-    of_pair = beta * of_key * of_key.mT
-    system = _pair_products(key, key, total) * of_pair
-    one = torch.eye(CHUNK, dtype=key.dtype, device=key.device)
-    solved = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True) * beta.mT
-    since = of_key * total.exp()
-    # One decay for each token is cheaper on the small matrix than on the keys.
-    reads = (solved * since.mT) @ key if total.shape[-1] == 1 else solved @ (key * since)
-    return ChunkMaps(kept, solved @ value, left, reads)
-
-
-def _pair_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """`sum_d left[i, d] right[j, d] exp(total[i, d] - total[j, d])` for j <= i, 0 above: [n, H, CHUNK, CHUNK]."""
-    if total.shape[-1] == 1:
-        return left @ right.transpose(-1, -2) * _decay_between(total[..., 0])
-    return _pair_products_per_channel(left, right, total)
-
-
-def _decay_between(total: Tensor) -> Tensor:
-    """exp(total[i] - total[j]) for j <= i, else 0: the exponent is masked, since it may overflow there."""
-    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    return (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-
-
-def _pair_products_per_channel(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """The same with a decay per channel, without [CHUNK, CHUNK, D] numbers, and without an exponent above 0.
-
-    Parts of `_SUB` tokens are related to earlier parts over the total at their own start, and to themselves pair by
-    pair. (A product of exp(total[i]) and exp(-total[j]) would overflow.)
-    """
-    parts = CHUNK // _SUB
-    left_parts, total_parts = left.unflatten(-2, (parts, _SUB)), total.unflatten(-2, (parts, _SUB))
-    begin = total_parts[..., :1, :]
-    index = torch.arange(CHUNK, device=total.device)
-    later = (index >= _SUB * index[:parts, None])[..., None]
-    since = (begin - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
-    before = (left_parts * (total_parts - begin).exp()) @ (right[..., None, :, :] * since).transpose(-1, -2)
-    inside = _pairs_inside(left_parts, right.unflatten(-2, (parts, _SUB)), total_parts)
-    return before.flatten(-3, -2) + _block_diagonal(inside)
-
-
-def _pairs_inside(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """Products of the tokens of one part: [n, H, parts, _SUB, _SUB]."""
-    later = torch.ones(_SUB, _SUB, dtype=torch.bool, device=total.device).triu(1)[..., None]
-    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
-    return (left[..., :, None, :] * right[..., None, :, :] * between).sum(-1)
-
-
-def _block_diagonal(blocks: Tensor) -> Tensor:
-    """[..., parts, s, s] on the diagonal of [..., parts * s, parts * s]."""
-    parts = blocks.shape[-3]
-    own = torch.eye(parts, dtype=blocks.dtype, device=blocks.device)[:, None, :, None]
-    return (blocks[..., :, :, None, :] * own).flatten(-2).flatten(-3, -2)
-
-
-def _for_heads(values: Tensor, heads: int) -> Tensor:
-    """[n, Hk, CHUNK, D] -> [n, heads, CHUNK, D]; each head of the former serves some neighbouring ones."""
-    own = values.shape[1]
-    return values if own == heads else values.repeat_interleave(heads // own, 1)
-
-
-def _one_over_length(values: Tensor) -> Tensor:
-    return torch.rsqrt((values * values).sum(-1, keepdim=True) + 1e-6)
+    out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
+    # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
+    return out if tree is None else torch.where(is_padding(tree)[:, None, None], value, out), final
 
 
 def _dtype(values: Tensor) -> torch.dtype:

@@ -55,9 +55,15 @@ def mixer(
         like: as in `Mixer`.
         state: as in `Mixer`.
         has_kernels: as in `Mixer`.
+
+    Raises:
+        ValueError: another module has declared an op of that name.
     """
 
     def declare(op: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        known = MIXERS.get(op.__name__)
+        if known is not None and known.op.__module__ != op.__module__:
+            raise ValueError(f"there is a mixer {op.__name__} in {known.op.__module__}; choose another name")
         MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, has_kernels)
         return op
 

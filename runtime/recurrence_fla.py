@@ -6,7 +6,9 @@ depend on the tree is the kernels' own.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -16,42 +18,66 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.depths import depths_of
+from tree_compile.runtime.layout import END
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.row_tree import RowTree
 
 __all__ = ["by_kernels", "kernels_can"]
 
 
-def kernels_can(value: Tensor) -> bool:
-    """Whether the kernels are installed and take this tensor: on CUDA, and not in float64."""
-    return value.device.type == "cuda" and value.dtype != torch.float64 and _is_installed()
+def kernels_can(key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels are installed and take these tensors: on CUDA, not in float64, keys at most 256 wide."""
+    return value.device.type == "cuda" and value.dtype != torch.float64 and key.shape[-1] <= _WIDEST and _work_here()
+
+
+_WIDEST = 256
 
 
 @cache
-def _is_installed() -> bool:
-    return all(importlib.util.find_spec(package) is not None for package in ("fla", "triton"))
+def _work_here() -> bool:
+    """Whether the kernels are installed; on Hopper those of some versions of triton are wrong, and need tilelang."""
+    if not all(importlib.util.find_spec(package) is not None for package in ("fla", "triton")):
+        return False
+    version = [int(number) for number in re.findall(r"\d+", importlib.metadata.version("triton"))[:3]]
+    is_wrong = torch.cuda.get_device_capability()[0] == 9 and [3, 4, 0] <= version < [3, 7, 1]
+    return not is_wrong or importlib.util.find_spec("tilelang") is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor]:
+def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
     """Outputs [1, T, H, E], with zeros for padding, and the states after every segment, [S, H, D, E]."""
-    segments = tree.segments[tree.segments[:, 1] > 0].numpy()
-    kernel, device = _kernel(inputs), inputs.value.device
-    out, before, ends = torch.zeros_like(inputs.value), options.initial_state, torch.empty(0)
-    states, depths = [], depths_of(segments)
-    for depth in depths:
-        rows = torch.from_numpy(depth.tokens).to(device)
-        if depth.parents[0] >= 0:
-            before = ends.index_select(0, torch.from_numpy(depth.parents).to(device))
-        parts = inputs.of_each(partial(_rows, rows))
-        offsets = torch.from_numpy(depth.offsets).to(device)
-        done, ends = kernel(
-            parts, scale=options.scale, normalize=options.normalize, initial_state=before, cu_seqlens=offsets
-        )
-        out = out.index_copy(1, rows, done.to(out.dtype))
+    segments = tree.segments[tree.segments[:, END] > 0].numpy()
+    depths, kernel, device = depths_of(segments), _kernel(inputs), inputs.value.device
+    order = torch.from_numpy(np.concatenate([depth.tokens for depth in depths])).to(device, non_blocking=True)
+    parts = _by_depth(inputs, order, [int(depth.offsets[-1]) for depth in depths])
+    initial = options.initial_state
+    done: list[Tensor] = []
+    states: list[Tensor] = []
+    before = None if initial is None else initial.float()
+    for depth, part in zip(depths, parts, strict=True):
+        if states:
+            before = states[-1].index_select(0, torch.from_numpy(depth.parents).to(device, non_blocking=True))
+        offsets = torch.from_numpy(depth.offsets)
+        out, ends = kernel(
+            part, scale=options.scale, normalize=options.normalize, initial_state=before,
+            cu_seqlens=offsets.to(device, non_blocking=True), cu_seqlens_cpu=offsets,
+        )  # fmt: skip
+        done.append(out)
         states.append(ends)
+    whole = torch.zeros_like(inputs.value).index_copy(1, order, torch.cat(done, 1).to(inputs.value.dtype))
+    if not options.output_final_state:
+        return whole, None
     places = np.argsort(np.concatenate([depth.segments for depth in depths]))
-    return out, torch.cat(states).index_select(0, torch.from_numpy(places).to(device))
+    return whole, torch.cat(states).index_select(0, torch.from_numpy(places).to(device))
+
+
+def _by_depth(inputs: LinearInputs, order: Tensor, lengths: list[int]) -> list[LinearInputs]:
+    """The tokens of each depth, one after the other; the kernels want one dtype for query, key and value."""
+    query, key, value, decay, beta = inputs.of_each(partial(_rows, order))
+    same = (query.to(value.dtype), key.to(value.dtype), value, decay)
+    betas = [None] * len(lengths) if beta is None else beta.split(lengths, 1)
+    parts = zip(*(tensor.split(lengths, 1) for tensor in same), betas, strict=True)
+    return [LinearInputs(*part) for part in parts]
 
 
 def _rows(rows: Tensor, values: Tensor) -> Tensor:

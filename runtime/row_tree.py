@@ -115,8 +115,20 @@ def _places(tree: RowTree, heads: int) -> tuple[Tensor, Tensor]:
     return by_chunk.flatten(), by_row.flatten()
 
 
+def is_padding(tree: RowTree) -> Tensor:
+    """Which tokens of the row are in no segment, bool [T]."""
+    return tree.chunk_place >= tree.chunk_tokens.shape[0]
+
+
 def by_first_chunk(states: Tensor, tree: RowTree) -> Tensor:
-    """States [roots, …] of the roots in the order of the row -> in the order of their first chunks."""
+    """States [roots, …] of the roots in the order of the row -> in the order of their first chunks.
+
+    Raises:
+        ValueError: there are more or fewer states than roots.
+    """
+    roots = int((tree.chunk_parent < 0).sum())
+    if len(states) != roots:
+        raise ValueError(f"initial_state has {len(states)} states; it must have one for each of {roots} roots")
     starts = tree.chunk_tokens.view(-1, CHUNK)[: len(states), 0]
     return states[starts.argsort().argsort()]
 

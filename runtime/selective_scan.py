@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.mixers import mixer
-from tree_compile.runtime.row_tree import CHUNK, RowTree, by_first_chunk, in_chunks, in_row, last_chunks, tree_of_chains
+from tree_compile.runtime.row_tree import (
+    CHUNK,
+    RowTree,
+    by_first_chunk,
+    in_chunks,
+    in_row,
+    is_padding,
+    last_chunks,
+    tree_of_chains,
+)
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 __all__ = ["selective_scan"]
@@ -34,6 +43,7 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """State-space layer of Mamba: `S <- exp(step * rate) S + step * values * write`, out `S read`, per channel.
 
+    Mamba's own names are x for the values, Δ for the step, A for the rate, B for write, C for read, D for skip.
     It computes in float64 where `values` are of that dtype, and in float32 elsewhere.
 
     Args:
@@ -64,13 +74,15 @@ def selective_scan(
     own, total = _states_of_own(decay.exp(), written), decay.cumsum(1).exp()
     maps = ChunkMaps(total[:, -1, ..., None], own[:, -1, ..., None])
     start = None if initial_state is None else by_first_chunk(initial_state.to(dtype), row)[..., None]
-    states, left = starting_states(maps, row.chunk_parent, start)
+    states, new = starting_states(maps, row.chunk_parent, start)
     reached = own + total * states[:, None, ..., 0]
     out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, batch)[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
+    # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
+    out = out if tree is None else torch.where(is_padding(tree)[:, None], values, out)
     if not output_final_state:
         return out, None
-    return out, final_states(maps, states, left)[last_chunks(row), ..., 0]
+    return out, final_states(maps, states, new)[last_chunks(row), ..., 0]
 
 
 def _states_of_own(factor: Tensor, written: Tensor) -> Tensor:

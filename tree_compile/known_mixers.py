@@ -29,6 +29,8 @@ from tree_compile.runtime.selective_scan import selective_scan
 __all__ = ["kept_whole", "register_mixer"]
 
 Replacement = Callable[..., Any]
+Given = dict[str, Any]
+"""The arguments of one call by the names that the function itself gives them, without those that were left out."""
 
 
 def register_mixer(function: Callable[..., Any], replacement: Replacement) -> None:
@@ -37,8 +39,8 @@ def register_mixer(function: Callable[..., Any], replacement: Replacement) -> No
     Args:
         function: a Python function that models call. Functions that are declared with `runtime.mixers.mixer` need no
             entry.
-        replacement: takes the same arguments while a model is captured, and returns the same with
-            `one_node(op, …)` for what the function computes.
+        replacement: is called instead while a model is captured, with the arguments by the names that `function` gives
+            them; returns what `function` would, with `one_node(op, …)` for what it computes.
 
     Raises:
         TypeError: `function` is not a Python function.
@@ -51,10 +53,13 @@ def register_mixer(function: Callable[..., Any], replacement: Replacement) -> No
 
 @contextlib.contextmanager
 def kept_whole(model: nn.Module) -> Iterator[None]:
-    """Known functions as one node each, in this thread; all of them are themselves again afterwards."""
+    """Known functions as one node each, in this thread; all of them are themselves again afterwards.
+
+    One capture at a time: two threads that exchange a function's code would not know whose turn it is to put it back.
+    """
     with contextlib.ExitStack() as stack:
         for function, replacement in _functions().items():
-            stack.enter_context(recoded(function, replacement))
+            stack.enter_context(recoded(function, _by_own_names(function, replacement)))
         for kind in {type(module) for module in model.modules()}:
             for name, method in _METHODS.get((kind.__module__, kind.__name__), {}).items():
                 stack.enter_context(replaced(kind, name, method))
@@ -63,32 +68,37 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
 
 def _functions() -> dict[types.FunctionType, Replacement]:
     """All that are known, in libraries that have been imported."""
-    found = {_plain(mixer.op): _declared(mixer) for mixer in MIXERS.values()}
+    found = {inspect.unwrap(mixer.op): _declared(mixer) for mixer in MIXERS.values()}
     for prefix, table in _OF_LIBRARIES.items():
         for name, module in list(sys.modules.items()):
             if name.startswith(prefix):
                 known = ((getattr(module, function, None), given) for function, given in table.items())
-                found |= {_plain(function): given for function, given in known if callable(function)}
+                found |= {inspect.unwrap(function): given for function, given in known if callable(function)}
     found |= _OF_USERS
     return {function: given for function, given in found.items() if isinstance(function, types.FunctionType)}
 
 
-def _plain(function: Any) -> Any:
-    return inspect.unwrap(function)
+def _by_own_names(function: types.FunctionType, replacement: Replacement) -> Replacement:
+    """Calls `replacement` with the arguments by the names that `function` gives them, however they were passed."""
+    signature = inspect.signature(function)
+    rest = next((p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        others = given.pop(rest, {})
+        return replacement(**given, **others)
+
+    return call
 
 
 def _declared(mixer: Mixer) -> Replacement:
     """A call of the op itself, on unpacked sequences."""
-    signature = inspect.signature(mixer.op)
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        arguments = dict(given.arguments)
-        if arguments.pop("tree", None) is not None:
+    def replacement(**given: Any) -> Any:
+        if given.pop("tree", None) is not None:
             raise _refused("is given the tree of a row", "call it on unpacked sequences, without `tree`.")
-        if mixer.state is not None:
-            _require_no_state(arguments.pop("initial_state", None), arguments.pop("output_final_state", False))
-        node = one_node(mixer.op, **arguments)
+        _require_no_state(given, "initial_state", "output_final_state")
+        node = one_node(mixer.op, **given)
         return node if mixer.state is None else (node, None)
 
     return replacement
@@ -103,25 +113,32 @@ def _refused(what: str, hint: str) -> TokenMixingError:
     )
 
 
-def _require_no_state(initial_state: Any, output_final_state: Any) -> None:
-    if initial_state is not None:
+def _require_no_state(given: Given, initial: str, final: str) -> None:
+    """Takes both arguments out."""
+    if given.pop(initial, None) is not None:
         raise _refused("starts from a given state", "leave initial states out: sequences are passed whole.")
-    if output_final_state:
+    if given.pop(final, False):
         raise _refused("returns its final state", "switch caches off, for example with use_cache=False.")
 
 
-def _require_unused(arguments: dict[str, Any]) -> None:
-    """Refuses arguments of other libraries' functions that change what is computed."""
-    for name, value in arguments.items():
+def _require_unused(given: Given) -> None:
+    """Refuses what is left of the arguments, where it changes what is computed."""
+    for name, value in given.items():
         is_unused = value is None or value is False or name in _WITHOUT_EFFECT
         if not is_unused:
-            raise _refused(f"is called with `{name}`", f"leave {name} out.")
+            raise TokenMixingError(
+                f"A layer that carries a state from token to token is called with `{name}`.",
+                where=line_of_stack(),
+                why="the op that takes its place over a tree has no such argument.",
+                hint=_INSTEAD.get(name, f"compute what {name} does before or after the call."),
+            )
 
 
-_WITHOUT_EFFECT = {
-    "chunk_size", "head_first", "disable_recompute", "use_mambapy", "use_associative_scan", "use_graph", "mode",
-    "layer_idx", "num_layers",
-}  # fmt: skip
+_WITHOUT_EFFECT = {"chunk_size", "disable_recompute", "use_mambapy", "use_associative_scan", "use_graph"}
+_INSTEAD = dict.fromkeys(
+    ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "seq_idx"),
+    "pass one unpacked sequence: a list of them is packed.",
+)
 
 
 # Convolutions
@@ -132,20 +149,15 @@ def _causal_conv(
 ) -> Tensor:
     """transformers' `causal_conv1d_fn`, [B, D, T]."""
     _require_unused(others)
-    out = one_node(
-        conv.causal_convolution, values=hidden_states.to(weight.dtype).transpose(1, 2), weight=weight, bias=bias
-    ).transpose(1, 2)
+    values = hidden_states.to(weight.dtype).transpose(1, 2)
+    out = one_node(conv.causal_convolution, values=values, weight=weight, bias=bias).transpose(1, 2)
     return _activated(out, activation).to(hidden_states.dtype)
 
 
-def _causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Any = None, initial_states: Any = None,
-    return_final_states: bool = False, final_states_out: Any = None, activation: str | None = None,
-) -> Tensor:  # fmt: skip
+def _causal_conv1d(x: Tensor, **others: Any) -> Tensor:
     """The function of the package causal_conv1d, [B, D, T]."""
-    _require_unused({"seq_idx": seq_idx, "final_states_out": final_states_out})
-    _require_no_state(initial_states, return_final_states)
-    return _causal_conv(x, weight, bias, activation)
+    _require_no_state(others, "initial_states", "return_final_states")
+    return _causal_conv(x, **others)
 
 
 def _activated(values: Tensor, activation: str | None) -> Tensor:
@@ -162,72 +174,66 @@ def _activated(values: Tensor, activation: str | None) -> Tensor:
 # Delta rules and linear attention
 
 
-def _delta_like(op: Callable[..., Any]) -> Replacement:
-    """The functions of transformers and fla that take query, key, value, decay and beta, all [B, T, H, …]."""
+def _of_transformers(op: Callable[..., Any]) -> Replacement:
+    """transformers' functions, which compute in float32 and take no scale."""
 
-    def replacement(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Any
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        _require_no_state(others.pop("initial_state", None), others.pop("output_final_state", False))
-        normalize, scale = others.pop("use_qk_l2norm_in_kernel", False), others.pop("scale", None)
+    def replacement(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
+        _require_no_state(others, "initial_state", "output_final_state")
+        normalize = others.pop("use_qk_l2norm_in_kernel", False)
         _require_unused(others)
-        out = one_node(op, query=q, key=k, value=v, decay=g, beta=beta, normalize=normalize, scale=scale)
-        return out.to(q.dtype), None
+        tensors = {"query": query, "key": key, "value": value, "decay": g, "beta": beta}
+        out = one_node(op, **{name: x.to(torch.float32) for name, x in tensors.items()}, normalize=normalize)
+        return out.to(query.dtype), None
 
     return replacement
 
 
-def _of_transformers(replacement: Replacement) -> Replacement:
-    """transformers' functions have other names for the first arguments."""
+def _of_fla(op: Callable[..., Any]) -> Replacement:
+    """fla's functions of query, key, value, decay and beta, as far as `op` has them."""
+    names = MIXERS[op.__name__].tokens
 
-    def renamed(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **others: Any) -> Any:
-        _require_unused(dict.fromkeys(("positional arguments",), args or None))
-        return replacement(query, key, value, g, beta, **others)
+    def replacement(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, None]:
+        _require_no_state(others, "initial_state", "output_final_state")
+        tensors = {"query": q, "key": k, "value": v}
+        if "decay" in names:
+            tensors["decay"] = _or_else(others.pop("g", None), 0.0, v)
+        if "beta" in names:
+            tensors["beta"] = _or_else(others.pop("beta", None), 1.0, v)
+            tensors["normalize"] = others.pop("use_qk_l2norm_in_kernel", False)
+        scale = others.pop("scale", None)
+        _require_unused(others)
+        return one_node(op, **tensors, scale=scale).to(q.dtype), None
 
-    return renamed
-
-
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **others: Any) -> tuple[Tensor, None]:
-    _require_no_state(others.pop("initial_state", None), others.pop("output_final_state", False))
-    normalize, scale = others.pop("use_qk_l2norm_in_kernel", False), others.pop("scale", None)
-    _require_unused(others)
-    return one_node(linear.delta_rule, query=q, key=k, value=v, beta=beta, normalize=normalize, scale=scale), None
-
-
-def _gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **others: Any) -> tuple[Tensor, None]:
-    _require_no_state(others.pop("initial_state", None), others.pop("output_final_state", False))
-    scale = others.pop("scale", None)
-    _require_unused(others)
-    return one_node(linear.gated_linear_attention, query=q, key=k, value=v, decay=g, scale=scale), None
+    return replacement
 
 
-def _simple_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, **others: Any
-) -> tuple[Tensor, None]:
-    _require_no_state(others.pop("initial_state", None), others.pop("output_final_state", False))
-    scale = others.pop("scale", None)
-    _require_unused(others)
-    parts = [part for part in (g, None if g_gamma is None else g_gamma.expand(v.shape[:3])) if part is not None]
-    decay = sum(parts, torch.zeros((), device=v.device)).expand(v.shape[:3])
-    return one_node(linear.decay_linear_attention, query=q, key=k, value=v, decay=decay, scale=scale), None
+def _or_else(numbers: Tensor | None, otherwise: float, value: Tensor) -> Tensor:
+    """`numbers`, or one number for every token and head."""
+    return torch.full_like(value[..., 0], otherwise) if numbers is None else numbers
 
 
-def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **others: Any) -> Any:
-    heads = v.shape[2]
-    slope = -(8 / heads * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=v.device)
-    return _simple_linear_attention(q, k, v, g_gamma=slope, **others)
+def _simple_linear(g: Tensor | None = None, g_gamma: Tensor | None = None, **given: Any) -> tuple[Tensor, None]:
+    value = given["v"]
+    by_head = 0 if g_gamma is None else g_gamma.expand(value.shape[:3])
+    return _linear(g=by_head + _or_else(g, 0.0, value), **given)
 
 
-def _retention(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Any:
-    heads = torch.arange(v.shape[2], dtype=torch.float32, device=v.device)
-    return _simple_linear_attention(q, k, v, g_gamma=(1 - torch.exp2(-5.0 - heads)).log(), **others)
+def _lightning(layer_idx: int, num_layers: int, **given: Any) -> tuple[Tensor, None]:
+    heads = given["v"].shape[2]
+    numbers = torch.arange(heads, dtype=torch.float32, device=given["v"].device)
+    return _simple_linear(g_gamma=-(8 / heads * (1 - layer_idx / num_layers)) * numbers, **given)
+
+
+def _retention(**given: Any) -> tuple[Tensor, None]:
+    numbers = torch.arange(given["v"].shape[2], dtype=torch.float32, device=given["v"].device)
+    return _simple_linear(g_gamma=(1 - torch.exp2(-5.0 - numbers)).log(), **given)
 
 
 def _minimax(
     self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, cache: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """The loop of lightning attention over blocks of tokens."""
-    _require_no_state(cache, False)
+    _require_no_state({"cache": cache}, "cache", "final")
     if attention_mask is not None:
         raise _refused("is given a mask", "leave attention_mask out: sequences are passed without padding.")
     shape = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
@@ -247,68 +253,72 @@ def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _mamba2(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
-    dt_bias: Tensor | None = None, initial_states: Any = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False, **others: Any,
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    **others: Any,
 ) -> Tensor:  # fmt: skip
-    """transformers' `mamba2_chunk_scan`, whose result is in float32."""
-    _require_no_state(initial_states, return_final_states)
+    """transformers' `mamba2_chunk_scan`, which computes and returns float32."""
+    _require_no_state(others, "initial_states", "return_final_states")
     _require_unused(others)
     step = torch.clamp(_step(dt, dt_bias, dt_softplus), min=dt_limit[0], max=dt_limit[1])
-    return one_node(linear.state_space_scan, values=hidden_states.float(), step=step, rate=A, write=B, read=C, skip=D)
+    values, step, write, read = (x.float() for x in (hidden_states, step, B, C))
+    return one_node(linear.state_space_scan, values=values, step=step, rate=A, write=write, read=read, skip=D)
 
 
-def _mamba2_kernel(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Any = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False, **others: Any,
-) -> Tensor:  # fmt: skip
+def _mamba2_kernel(x: Tensor, z: Tensor | None = None, **others: Any) -> Tensor:
     """`mamba_chunk_scan_combined` of the package mamba_ssm."""
-    out = _mamba2(
-        x, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, **others
-    )
+    out = _mamba2(x, **others)
     return (out if z is None else out * F.silu(z)).to(x.dtype)
 
 
 def _selective_scan(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-    return_last_state: bool = False, **others: Any,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **others: Any,
 ) -> Tensor:  # fmt: skip
-    """The loop of Mamba's scan over tokens, [B, D, T]."""
-    _require_no_state(None, return_last_state)
+    """The loop of Mamba's scan over tokens, [B, D, T]; what is written is rounded to float32 first."""
+    _require_no_state(others, "initial", "return_last_state")
     _require_unused(others)
     step = _step(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
-    values, step, write, read = (tensor.transpose(1, 2) for tensor in (hidden_states, step, B, C))
-    out = one_node(selective_scan, values=values, step=step, rate=A, write=write, read=read, skip=D).transpose(1, 2)
+    values, write = (x.float().to(step.dtype) for x in (hidden_states, B))
+    values, step, write, read = (x.transpose(1, 2) for x in (values, step, write, C))
+    out = one_node(selective_scan, values=values, step=step, rate=A, write=write, read=read).transpose(1, 2)
+    out = out if D is None else out + hidden_states * D[None, :, None]
     return out if z is None else out * F.silu(z)
 
 
+def _selective_scan_kernel(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **others: Any) -> Tensor:
+    """`selective_scan_fn` of the package mamba_ssm."""
+    if A.is_complex() or B.dim() != 3 or C.dim() != 3:
+        raise _refused("has complex, fixed or grouped parameters", "use real A [D, N], and B and C [B, N, T].")
+    return _selective_scan(u, delta, A, B, C, **others).to(u.dtype)
+
+
 def _cannot_be_captured(name: str) -> Replacement:
-    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+    def refuse(**_given: Any) -> NoReturn:
         raise _refused(f"is the fused kernel {name}", "use the model's plain layers instead.")
 
     return refuse
 
 
+_linear = _of_fla(linear.decay_linear_attention)
 _OF_FLA: dict[str, Replacement] = {
-    "chunk_gated_delta_rule": _delta_like(linear.gated_delta_rule),
-    "fused_recurrent_gated_delta_rule": _delta_like(linear.gated_delta_rule),
-    "chunk_kda": _delta_like(linear.kimi_delta_attention),
-    "fused_recurrent_kda": _delta_like(linear.kimi_delta_attention),
-    "chunk_delta_rule": _delta_rule,
-    "fused_recurrent_delta_rule": _delta_rule,
-    "chunk_gla": _gated_linear_attention,
-    "chunk_simple_gla": _simple_linear_attention,
-    "chunk_lightning_attn": _lightning_attention,
+    "chunk_gated_delta_rule": _of_fla(linear.gated_delta_rule),
+    "fused_recurrent_gated_delta_rule": _of_fla(linear.gated_delta_rule),
+    "chunk_kda": _of_fla(linear.kimi_delta_attention),
+    "fused_recurrent_kda": _of_fla(linear.kimi_delta_attention),
+    "chunk_delta_rule": _of_fla(linear.delta_rule),
+    "fused_recurrent_delta_rule": _of_fla(linear.delta_rule),
+    "chunk_gla": _of_fla(linear.gated_linear_attention),
+    "chunk_simple_gla": _simple_linear,
+    "chunk_lightning_attn": _lightning,
     "chunk_retention": _retention,
 }
 _OF_TRANSFORMERS: dict[str, Replacement] = {
     "causal_conv1d_fn": _causal_conv,
-    "torch_chunk_gated_delta_rule": _of_transformers(_delta_like(linear.gated_delta_rule)),
-    "torch_recurrent_gated_delta_rule": _of_transformers(_delta_like(linear.gated_delta_rule)),
-    "chunk_kimi_delta_attention": _of_transformers(_delta_like(linear.kimi_delta_attention)),
-    "recurrent_kimi_delta_attention": _of_transformers(_delta_like(linear.kimi_delta_attention)),
+    "torch_chunk_gated_delta_rule": _of_transformers(linear.gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": _of_transformers(linear.gated_delta_rule),
+    "chunk_kimi_delta_attention": _of_transformers(linear.kimi_delta_attention),
+    "recurrent_kimi_delta_attention": _of_transformers(linear.kimi_delta_attention),
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _selective_scan,
 }
@@ -319,7 +329,7 @@ _OF_LIBRARIES: dict[str, dict[str, Replacement]] = {
     "mamba_ssm.ops": {
         "mamba_chunk_scan_combined": _mamba2_kernel,
         "mamba_split_conv1d_scan_combined": _cannot_be_captured("mamba_split_conv1d_scan_combined"),
-        "selective_scan_fn": _selective_scan,
+        "selective_scan_fn": _selective_scan_kernel,
     },
 }
 """By the start of the names of a library's modules, then by the function's name in them."""

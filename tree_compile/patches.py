@@ -93,12 +93,13 @@ def recoded(function: types.FunctionType, replacement: Callable[..., Any]) -> It
 
     free = function.__code__.co_freevars
     try:
+        # In this order, so that a call from another thread never meets code without its defaults.
+        function.__kwdefaults__ = {**(kept["__kwdefaults__"] or {}), "_chosen_by_tree_compile": chosen}
         function.__code__ = _run_chosen.__code__.replace(co_freevars=free)
-        function.__defaults__, function.__kwdefaults__ = None, {"_chosen_by_tree_compile": chosen}
         yield
     finally:
-        for name, value in kept.items():
-            setattr(function, name, value)
+        function.__code__ = kept["__code__"]
+        function.__kwdefaults__ = kept["__kwdefaults__"]
 
 
 def _run_chosen(*args: Any, _chosen_by_tree_compile: Callable[[], Callable[..., Any]], **kwargs: Any) -> Any:

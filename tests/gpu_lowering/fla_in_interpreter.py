@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tree_compile import plan_rows
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
-from tree_compile.runtime.linear_recurrence import by_chunks
+from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels
 from tree_compile.runtime.row_tree import RowTree, tree_of_segments
 

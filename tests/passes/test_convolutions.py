@@ -26,6 +26,19 @@ def padded_in_front(model, x, ids):
     return F.conv1d(F.pad(x.mT, (3, 0)), kernel(x), groups=x.shape[-1]).mT
 
 
+def padded_in_front_and_valid(model, x, ids):
+    return F.conv1d(F.pad(x.mT, (3, 0)), kernel(x), padding="valid", groups=x.shape[-1]).mT
+
+
+def activated_before_it_is_cut(model, x, ids):
+    return F.silu(F.conv1d(x.mT, kernel(x), padding=3, groups=x.shape[-1]))[..., : x.shape[1]].mT
+
+
+def transposed_before_it_is_cut(model, x, ids):
+    both = F.conv1d(x.mT, kernel(x), padding=3, groups=x.shape[-1]).transpose(1, 2)
+    return both[:, : x.shape[1]] + F.silu(both).narrow(1, 0, x.shape[1])
+
+
 def of_one_token(model, x, ids):
     return F.conv1d(x.mT, kernel(x, 1), groups=x.shape[-1]).mT
 
@@ -41,7 +54,8 @@ def shifted(model, x, ids):
 @pytest.mark.parametrize(
     "step",
     [
-        padded_on_both_sides_and_cut, cut_from_the_end, padded_in_front, of_one_token, wider_than_every_segment,
+        padded_on_both_sides_and_cut, cut_from_the_end, padded_in_front, padded_in_front_and_valid,
+        activated_before_it_is_cut, transposed_before_it_is_cut, of_one_token, wider_than_every_segment,
         shifted,
     ],
 )  # fmt: skip

@@ -25,7 +25,8 @@ _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Si
 _EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 _BY_TEXT = (float, complex)
 """nan is not equal to itself, and 0.0 is equal to -0.0."""
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_CACHED = type(functools.cache(lambda: None))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, _CACHED)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _OF_A_CLASS = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, dict)
 _WRAPPERS = (staticmethod, classmethod, property, functools.partial, types.MethodType)
@@ -210,6 +211,7 @@ class _Reader:
         self.entries.append((path, "", function))
         code = getattr(function, "__code__", None)
         if code is None or not is_own(code.co_filename):
+            self._read_wrapped(function)
             return
         self.entries.append((path, "", code))
         for number, cell in enumerate(function.__closure__ or ()):
@@ -225,6 +227,15 @@ class _Reader:
             for name in names:
                 if name in vars(module):
                     self._read_of_code(f"{path}.{name}", vars(module)[name])
+
+    def _read_wrapped(self, function: Any) -> None:
+        """What a decorator of another library is around: its own variables, such as caches, are left alone."""
+        values = [getattr(function, "__dict__", {}).get("__wrapped__"), *map(_content, _cells(function))]
+        for value in values:
+            # A bound method is of the decorator itself, or what it is around.
+            kind: Any = type(getattr(value, "__self__", value))
+            if isinstance(value, (types.FunctionType, _CACHED, functools.partial)) or _is_users_class(kind):
+                self._read_of_code(getattr(value, "__name__", ""), value)
 
     def _read_of_code(self, name: str, value: Any) -> None:
         """Of the objects that code takes from around it, those of other libraries are left alone: loggers and such."""
@@ -317,6 +328,10 @@ def _identities(value: Any) -> Hashable:
         return len(value)
     parts = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
     return len(value), hash(tuple(map(id, parts)))
+
+
+def _cells(function: Any) -> tuple[types.CellType, ...]:
+    return getattr(function, "__closure__", None) or ()
 
 
 def _content(cell: types.CellType) -> Any:

@@ -1,6 +1,8 @@
 """A model that was changed after the first call is captured again; one that its own calls change is refused."""
 
+import contextlib
 import cProfile
+import functools
 import itertools
 import pstats
 import random
@@ -104,6 +106,66 @@ def test_setting_in_an_object_of_the_model_is_seen():
     tree = tree_model(Scaled())
     require_equal(tree)
     tree.unpacked.options["by"].factor = 5.0
+    require_equal(tree)
+
+
+SCALE = 2.0
+
+
+def times_scale(x):
+    return x * SCALE
+
+
+@contextlib.contextmanager
+def a_scale():
+    yield SCALE
+
+
+def in_a_context(x):
+    with a_scale() as scale:
+        return x * scale
+
+
+@functools.lru_cache
+def keyed_by(scale):
+    return SCALE + 0 * scale
+
+
+class WithMethod(Tiny):
+    @torch.no_grad()
+    def scaled(self, x):
+        return x * SCALE
+
+
+DECORATED = [
+    torch.no_grad()(times_scale),
+    torch.autocast("cpu", enabled=False)(times_scale),
+    torch.compiler.disable(times_scale),
+    torch.no_grad()(torch.autocast("cpu", enabled=False)(times_scale)),
+    in_a_context,
+    lambda x: x * keyed_by.__wrapped__(1),
+]
+
+
+def require_scale_is_seen(model, monkeypatch):
+    before = state_of(model)
+    assert first_difference(before, state_of(model)) is None
+    monkeypatch.setitem(globals(), "SCALE", SCALE + 1)
+    assert first_difference(before, state_of(model)) is not None
+
+
+@pytest.mark.parametrize("scaled", DECORATED)
+def test_variable_of_a_decorated_function_is_seen(scaled, monkeypatch):
+    require_scale_is_seen(Tiny(lambda model, x, ids: model.project[0](x) + scaled(x)), monkeypatch)
+
+
+def test_variable_of_a_decorated_method_is_seen(monkeypatch):
+    model = WithMethod(lambda model, x, ids: model.project[0](x) + model.scaled(x))
+    require_scale_is_seen(Tiny(torch.no_grad()(model.scaled)), monkeypatch)
+    require_scale_is_seen(model, monkeypatch)
+    tree = tree_model(model)
+    require_equal(tree)
+    monkeypatch.setitem(globals(), "SCALE", SCALE + 1)
     require_equal(tree)
 
 

@@ -15,11 +15,15 @@ from tree_compile.errors import CaptureError, LostGradientError
 from tree_compile.passes.autocast import AUTOCAST_OFF, switch_off_autocast
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.functional import storages, writes
-from tree_compile.passes.shapes import inherited
+from tree_compile.passes.nodes import arguments, operator_name
+from tree_compile.passes.shapes import inherited, size_expression
 from tree_compile.passes.source import source_line
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_MAY_DO_NOTHING = ("to", "type_as", "contiguous", "flatten")
+"""Where these have nothing to do, the model gets the very tensor that it gave them."""
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class InlineGradModes:
 
     What leaves a region without gradients is detached, which is all that the region means to the rest of the graph.
     What stands in a region without autocast is noted, for `KeepAutocastOff`.
+
+    A cast that does nothing gives back the tensor from outside itself, with its gradients.
 
     Raises:
         CaptureError: gradients are switched on inside of a region without them, or autocast is switched on.
@@ -51,6 +57,8 @@ def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
         _require_own_writes(body, inputs)
         if any(_enables(node) for node in body.graph.nodes):
             raise _refusal(region, "it switches gradients on inside of torch.no_grad()")
+        # What a region inside gives back may be a tensor from outside.
+        InlineGradModes()(body)
     for device in _without_autocast(region):
         for node in body.graph.nodes:
             switch_off_autocast(node, device)
@@ -58,7 +66,7 @@ def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
     with graph_module.graph.inserting_before(region):
         results = _copy(graph_module, body, copies)
         if not with_gradients:
-            results = [_detached(graph_module.graph, result) for result in results]
+            results = [_left(graph_module.graph, result, inputs) for result in results]
     for item in list(region.users):
         assert item.target is operator.getitem
         item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
@@ -121,6 +129,30 @@ def _copy_attribute(graph_module: fx.GraphModule, body: fx.GraphModule, node: fx
 
 def _flat(results: Any) -> Iterator[Any]:
     yield from results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _left(graph: fx.Graph, result: Any, inputs: Sequence[Any]) -> Any:
+    """What a `result` of a region without gradients is outside of it."""
+    source = result
+    while source not in inputs and _does_nothing(source):
+        source = source.args[0]
+    return source if source in inputs else _detached(graph, result)
+
+
+def _does_nothing(node: Any) -> bool:
+    """Whether the model got its first argument itself from `node`."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    if operator_name(node) in _DROPOUTS:
+        given = arguments(node)
+        return not given["train"] or given["p"] == 0
+    return operator_name(node) in _MAY_DO_NOTHING and _is_same(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    memory, other = first.untyped_storage()._cdata, second.untyped_storage()._cdata
+    layouts = [[size_expression(n) for n in (*value.shape, *value.stride())] for value in (first, second)]
+    return memory == other and first.dtype == second.dtype and layouts[0] == layouts[1]
 
 
 def _detached(graph: fx.Graph, result: Any) -> Any:

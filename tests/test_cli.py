@@ -330,6 +330,17 @@ def test_pack_writes_the_page(as_file, tmp_path, capsys):
     assert "<dt>tokens computed</dt><dd>215</dd>" in text
 
 
+@pytest.mark.parametrize("option", ["--html", "--save"])
+@pytest.mark.parametrize(("name", "why"), [("none/plan", "there is no folder"), (".", "it is a folder")])
+def test_pack_refuses_a_place_to_write_before_it_plans(as_file, tmp_path, capsys, monkeypatch, option, name, why):
+    monkeypatch.setattr("tree_compile.pack.plan_rows", None)
+    assert main(["pack", str(as_file("jsonl")), option, str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / name} cannot be written." in error
+    assert why in error
+    assert "try: " in error
+
+
 def test_pack_reads_messages(tmp_path, capsys):
     path = tmp_path / "messages.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")

@@ -88,6 +88,8 @@ def test_empty_lines_are_skipped(write):
         ({"messages": [{"role": "user"}]}, "Message 0"),
         ({"messages": [*MESSAGES, {"role": "user", "content": ["parts"]}]}, "Message 2"),
         ({"messages": ["hello"]}, "Message 0"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "a\ud800"}]}, "Message 2 holds half of a surrogate"),
+        ({"messages": [{"role": "\udfff", "content": "a"}]}, "Message 0 holds half of a surrogate"),
     ],
 )
 def test_wrong_line_is_named_with_its_file(write, line, what):
@@ -150,6 +152,7 @@ def test_npz_of_one_array_per_sequence_keeps_their_order(npz):
         ({}, "no rollouts in"),
         ({"tokens": FLAT["tokens"]}, 'no array "lengths"'),
         ({**FLAT, "lengths": np.array([3, 3])}, 'Array "lengths" of .* adds up to 6, and "tokens" has 5'),
+        ({**FLAT, "lengths": np.array([2**63 - 1, 2**63 - 1, 7])}, "adds up to 18446744073709551621, and"),
         ({**FLAT, "lengths": np.array([5, 0])}, 'Array "lengths" of .* is 0 at 1'),
         ({**FLAT, "lengths": np.array([6, -1])}, 'Array "lengths" of .* holds -1'),
         ({**FLAT, "lengths": np.array([3.0, 2.0])}, 'Array "lengths" of .* is not a list of integers'),
@@ -245,6 +248,16 @@ def test_wrong_row_is_named_with_its_file(parquet, columns, what):
     with pytest.raises(InputError, match=what) as caught:
         read_rollouts(parquet(**columns))
     assert "rollouts.parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokens", "trainable"])
+def test_parquet_with_two_columns_of_one_name_is_named(tmp_path, name):
+    pa, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rollouts.parquet"
+    lists = pa.array([[1]])
+    writer.write_table(pa.table([lists] * 3, names=["input_ids", name, name]), path)
+    with pytest.raises(InputError, match=rf"rollouts\.parquet has 2 columns called {name}"):
+        read_rollouts(path)
 
 
 def test_file_that_is_no_parquet_is_named(tmp_path):

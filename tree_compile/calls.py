@@ -15,6 +15,7 @@ from tree_compile.errors import (
     UnsupportedArgumentError,
     WrappedModelError,
 )
+from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
 from tree_compile.pipeline import Rewritten
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
@@ -43,7 +44,7 @@ _WHY_OTHERS = "it describes one padded batch, which a tree of sequences is not."
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Refuses constant keyword arguments that have no meaning on a list of sequences.
+    """Refuses payloads and constant keyword arguments that have no meaning on a list of sequences.
 
     Raises:
         UnsupportedArgumentError: names the argument and what to do instead.
@@ -51,6 +52,12 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     for name, value in keywords.items():
         if name in _HINTS and not (name == "use_cache" and value is False):
             raise unsupported(name)
+        if name in PLAN_INPUTS or name in TREE_INPUTS:
+            raise UnsupportedArgumentError(
+                f"`{name}` cannot be used with a tree model.",
+                why="a graph of a tree model has an input of that name, which says how a row is laid out.",
+                hint="give the argument another name in the model's forward.",
+            )
 
 
 def unsupported(name: str) -> UnsupportedArgumentError:

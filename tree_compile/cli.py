@@ -200,8 +200,10 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from tree_compile.pack import pack_file
+    from tree_compile.pack import check_output, pack_file
 
+    for path in filter(None, (options.save, options.html)):
+        check_output(path)
     report = pack_file(
         options.file,
         _tokenizer(options),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tree_compile.errors import InputError
 from tree_compile.rollouts import Tokenizer, read_rollouts
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 
-__all__ = ["PackReport", "pack_file"]
+__all__ = ["PackReport", "check_output", "pack_file"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,23 @@ class PackReport:
             f"planned in       {self.seconds * 1000:.1f} ms",
         ]
         return "\n".join([*lines, "", plan.render()])
+
+
+def check_output(path: Path) -> None:
+    """Refuses a file that cannot be written; to be asked before planning, which takes long.
+
+    Raises:
+        InputError: it is a folder, is in none, or may not be written.
+    """
+    if path.is_dir():
+        why = "it is a folder."
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}."
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "it may not be written."
+    else:
+        return
+    raise InputError(f"{path} cannot be written.", why=why, hint="give the path of a file in a folder that is there.")
 
 
 def pack_file(path: Path, tokenizer: Tokenizer, **options: Any) -> PackReport:

@@ -196,6 +196,12 @@ def _role_and_content(message: object, number: int, where: SourceLine) -> tuple[
     if not isinstance(role, str) or not isinstance(content, str):
         what = f'Message {number} has no "role" and "content" that are texts.'
         raise InputError(what, where=where, why="a message is turned into ids from both.", hint=_FORM)
+    try:
+        f"{role}{content}".encode()
+    except UnicodeEncodeError as error:
+        what = f"Message {number} holds half of a surrogate pair, which is no character."
+        hint = r"write characters beyond \uffff as themselves, or as both halves: \ud83d\ude00."
+        raise InputError(what, where=where, why="it has no form in UTF-8.", hint=hint) from error
     return role, content
 
 
@@ -230,9 +236,11 @@ def _from_flat(file: Any, path: Path) -> list[Rollout]:
     if not lengths.all():
         what = f'Array "lengths" of {path} is 0 at {lengths.argmin()}.'
         raise InputError(what, why=_EMPTY_WHY, hint="leave empty sequences out.")
-    if lengths.sum() != len(tokens):
+    # Python's integers do not overflow.
+    total = sum(lengths.tolist())
+    if total != len(tokens):
         raise InputError(
-            f'Array "lengths" of {path} adds up to {lengths.sum()}, and "tokens" has {len(tokens)}.',
+            f'Array "lengths" of {path} adds up to {total}, and "tokens" has {len(tokens)}.',
             why="every token is of one sequence.",
             hint=_NPZ_FORM,
         )
@@ -266,7 +274,7 @@ def _from_parquet(path: Path) -> list[Rollout]:
     try:
         with path.open("rb") as raw:
             file = parquet.ParquetFile(raw)
-            names = [name for name in (*_TOKEN_COLUMNS, "trainable") if name in file.schema_arrow.names]
+            names = _columns(file.schema_arrow.names, path)
             table = file.read(columns=names)
     except pa.ArrowException as error:
         raise InputError(f"{path} is not a parquet file.", why=_sentence(error), hint=_PARQUET_FORM) from error
@@ -285,6 +293,17 @@ def _from_parquet(path: Path) -> list[Rollout]:
         Rollout(rollout.tokens, _marks(marks, len(rollout.tokens), f"Row {row} of column trainable of {path}"))
         for row, (rollout, marks) in enumerate(zip(rollouts, _lists(table["trainable"]), strict=True))
     ]
+
+
+def _columns(found: list[str], path: Path) -> list[str]:
+    """The names of the columns to read."""
+    names = [name for name in (*_TOKEN_COLUMNS, "trainable") if name in found]
+    for name in names:
+        if found.count(name) > 1:
+            why = "nothing says which of them is meant."
+            what = f"{path} has {found.count(name)} columns called {name}."
+            raise InputError(what, why=why, hint="leave out or rename the others.")
+    return names
 
 
 def _lists(column: Any) -> Iterable[NDArray[Any]]:

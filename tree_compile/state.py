@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
 import itertools
@@ -10,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +26,13 @@ _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Si
 _EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 _BY_TEXT = (float, complex)
 """nan is not equal to itself, and 0.0 is equal to -0.0."""
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_CACHED = type(functools.cache(lambda: None))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, _CACHED)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _OF_A_CLASS = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, dict)
 _WRAPPERS = (staticmethod, classmethod, property, functools.partial, types.MethodType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_ENTRIES = 64
 """A container with more entries is data, such as a tokenizer's: only which objects it holds is looked at."""
@@ -40,6 +43,9 @@ _OF_AN_OBJECT = 2
 """An object of another library counts as two levels: from there one comes to all kinds of things."""
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader)
 """What a trainer has beside the model, and changes in every step."""
+
+_BUSY = ("_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "queue", "threading")
+"""Modules of the standard library whose objects change beside a model, as loggers do."""
 
 Entry = tuple[str, str, Hashable]
 
@@ -61,7 +67,7 @@ class State(NamedTuple):
 
 def state_of(model: nn.Module, keywords: Mapping[str, Any] | None = None) -> State:
     """Changes whenever a captured graph of `model`, called with `keywords`, may no longer be the model."""
-    reader = _Reader()
+    reader = _Reader(model)
     reader.read_module("", model)
     reader.read("forward_kwargs", "", keywords, 0)
     for name in ("forward", "forward_pre", "backward", "backward_pre"):
@@ -102,7 +108,9 @@ class _Same:
 class _Reader:
     """Reads every module, class, function and object once; where it comes to one again, it notes which one it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
+        self._registered = frozenset(map(id, parameters))
         self.modes: list[bool] = []
         self.entries: list[Entry] = []
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -116,7 +124,7 @@ class _Reader:
         for kind in _HOOKS:
             if attributes.get(kind):
                 self.read_hooks(f"{path}.hooks", attributes[kind])
-        self.entries += _parameters(path, module)
+        self.entries += _parameters(path, module, self._registered)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 self.entries.append((path, name, _tensor(buffer)))
@@ -167,7 +175,7 @@ class _Reader:
         if depth >= _DEEPEST or isinstance(value, _TRAINING) or (is_container and len(value) > _MOST_ENTRIES):
             self.entries.append((path, "", (_Same(value), _identities(value) if is_container else None)))
             return
-        is_open = is_container or isinstance(value, _WRAPPERS)
+        is_open = is_container or isinstance(value, _WRAPPERS) or type(value) in _NAMESPACES
         is_users = not is_open and _is_users_class(type(value))  # type: ignore[arg-type]
         if is_users:
             self._read_class(path, type(value))
@@ -210,8 +218,10 @@ class _Reader:
         self.entries.append((path, "", function))
         code = getattr(function, "__code__", None)
         if code is None or not is_own(code.co_filename):
+            self._read_wrapped(path, function)
             return
         self.entries.append((path, "", code))
+        self._read_attributes(path, function)
         for number, cell in enumerate(function.__closure__ or ()):
             if (value := _content(cell)) is not cell:
                 self._read_of_code(code.co_freevars[number], value)
@@ -226,17 +236,37 @@ class _Reader:
                 if name in vars(module):
                     self._read_of_code(f"{path}.{name}", vars(module)[name])
 
+    def _read_attributes(self, path: str, function: Any) -> None:
+        """What was set on a function, as in `gate.scale = 3`."""
+        for name, value in getattr(function, "__dict__", {}).items():
+            self._read_of_code(f"{path}.{name}", value)
+
+    def _read_wrapped(self, path: str, function: Any) -> None:
+        """What a decorator of another library is around: its own variables, such as caches, are left alone."""
+        wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
+        if wrapped is not None:
+            self._read_attributes(path, function)
+        for value in (wrapped, *map(_content, _cells(function))):
+            # A bound method is of the decorator itself, or what it is around.
+            kind: Any = type(getattr(value, "__self__", value))
+            if isinstance(value, (types.FunctionType, _CACHED, functools.partial)) or _is_users_class(kind):
+                self._read_of_code(getattr(value, "__name__", ""), value)
+
     def _read_of_code(self, name: str, value: Any) -> None:
-        """Of the objects that code takes from around it, those of other libraries are left alone: loggers and such."""
+        """Of the objects that code takes from around it, those of other libraries and loggers are left alone."""
         followed = (*_PLAIN, *_BY_TEXT, *_SEQUENCES, *_FUNCTIONS, *_WRAPPERS, Mapping, Tensor, nn.Module, type)
         is_plain = isinstance(value, followed) or _value(value) is not None
-        if (is_plain and not _is_others_class(value)) or _is_users_class(type(value)):  # type: ignore[arg-type]
+        kind: Any = type(value)
+        if (is_plain and not _is_others_class(value)) or _is_users_class(kind) or _is_quiet(kind):
             self.read(f"variable {name}", "", value, 0)
 
 
-def _parameters(path: str, module: nn.Module) -> Iterator[Entry]:
+def _parameters(path: str, module: nn.Module, registered: Container[int]) -> Iterator[Entry]:
+    """Those that the model knows of are parameters of a graph too; others are constants in it, as their values were."""
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and id(parameter) not in registered:
+            yield path, name, _tensor(parameter)
+        elif parameter is not None:
             yield path, name, (
                 id(parameter), parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad,
             )  # fmt: skip
@@ -319,6 +349,10 @@ def _identities(value: Any) -> Hashable:
     return len(value), hash(tuple(map(id, parts)))
 
 
+def _cells(function: Any) -> tuple[types.CellType, ...]:
+    return getattr(function, "__closure__", None) or ()
+
+
 def _content(cell: types.CellType) -> Any:
     """The cell itself where it is empty."""
     try:
@@ -337,6 +371,13 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 @functools.cache
 def _is_users_class(kind: Any) -> bool:
     return _is_users_module(kind.__module__)
+
+
+@functools.cache
+def _is_quiet(kind: Any) -> bool:
+    """Whether objects of this class of the standard library are what was put into them."""
+    root = kind.__module__.partition(".")[0]
+    return kind is not type and root in sys.stdlib_module_names and root not in (*_BUSY, "__main__")
 
 
 @functools.cache

@@ -21,7 +21,9 @@ _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction
 
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[None]:
-    """Refuses hooks on gradients and saved tensors, hand-written backwards, inference mode, and recurrent layers.
+    """Refuses hooks on gradients and saved tensors, hand-written backwards, recurrent layers, and lost switches.
+
+    Lost are inference mode, and switches of gradients inside of regions with another autocast.
 
     Raises:
         LostGradientError: the model changes gradients in a way that a captured graph does not keep.
@@ -30,6 +32,7 @@ def watching(model: nn.Module) -> Iterator[None]:
     _require_no_backward_hooks(model)
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     handles = [module.register_forward_pre_hook(_refuse_recurrent) for module in recurrent]
+    entered: list[bool] = []
     try:
         with (
             replaced(Tensor, "register_hook", _refuse_hook),
@@ -37,6 +40,10 @@ def watching(model: nn.Module) -> Iterator[None]:
             replaced(Function, "apply", classmethod(_refuse_own_backward(original_of(Function.__dict__["apply"])))),
             replaced(saved_tensors_hooks, "__enter__", _refuse_saved_tensors_hooks(saved_tensors_hooks.__enter__)),
             replaced(torch.inference_mode, "__enter__", _refuse_inference_mode(torch.inference_mode.__enter__)),
+            replaced(torch.autocast, "__enter__", _noted(torch.autocast.__enter__, entered)),
+            replaced(torch.autocast, "__exit__", _left(torch.autocast.__exit__, entered)),
+            replaced(torch.set_grad_enabled, "__init__", _refuse_switch(torch.set_grad_enabled.__init__, entered)),
+            replaced(torch.enable_grad, "__enter__", _refuse_switch(torch.enable_grad.__enter__, entered)),
         ):
             yield
     finally:
@@ -91,6 +98,42 @@ def _refuse_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:
             where=line_of_stack(),
             why="torch.export drops the switch, so gradients would flow where the model stops them.",
             hint="use torch.no_grad().",
+        )
+
+    return refuse
+
+
+def _noted(enter: Callable[..., Any], entered: list[bool]) -> Callable[..., Any]:
+    """Notes for every region with its own autocast whether there are gradients where it begins."""
+
+    def enter_and_note(context: torch.autocast) -> Any:
+        result = enter(context)
+        entered.append(torch.is_grad_enabled())
+        return result
+
+    return enter_and_note
+
+
+def _left(leave: Callable[..., Any], entered: list[bool]) -> Callable[..., Any]:
+    def leave_and_forget(context: torch.autocast, *error: Any) -> Any:
+        # A region that was entered before is not noted.
+        del entered[-1:]
+        return leave(context, *error)
+
+    return leave_and_forget
+
+
+def _refuse_switch(switch: Callable[..., Any], entered: list[bool]) -> Callable[..., Any]:
+    """`torch.no_grad` comes to `torch.set_grad_enabled` too, on its way in and out."""
+
+    def refuse(context: Any, mode: bool = True) -> Any:
+        if not entered or bool(mode) == entered[-1]:
+            return switch(context) if isinstance(context, torch.enable_grad) else switch(context, mode)
+        raise LostGradientError(
+            f"The model switches gradients {'on' if mode else 'off'} inside of torch.autocast.",
+            where=line_of_stack(),
+            why="torch.export drops the switch there, so gradients would be wrong.",
+            hint="swap the two, with torch.no_grad outside: with torch.no_grad(), torch.autocast(…): …",
         )
 
     return refuse

@@ -11,6 +11,7 @@ from torch.distributed.tensor import distribute_module
 from tests.errors.refusal import Tiny
 from tree_compile import treecompile
 from tree_compile.errors import CaptureError, TokenMixingError, UnsupportedArgumentError, WrappedModelError
+from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
 from tree_compile.tiny import tiny_model
 
 SEQUENCES = [[1, 2, 3], [1, 2, 4, 5]]
@@ -33,6 +34,18 @@ ARGUMENTS = [
     ("inputs_embeds", torch.ones(1, 3, 8), "pass token ids"),
     ("use_cache", True, "implied"),
 ]
+
+
+class TakesAny(Tiny):
+    def forward(self, ids, **others):
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("name", [*PLAN_INPUTS, *TREE_INPUTS])
+def test_payload_with_the_name_of_an_input_of_the_plan_is_refused(name):
+    model = treecompile(TakesAny(lambda model, x, ids: model.project[0](x)), backend="eager")
+    with pytest.raises(UnsupportedArgumentError, match=name):
+        model({"input_ids": SEQUENCES, name: SEQUENCES})
 
 
 @pytest.mark.parametrize(("name", "value", "hint"), ARGUMENTS, ids=[name for name, *_ in ARGUMENTS])

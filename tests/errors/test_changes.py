@@ -1,11 +1,16 @@
 """A model that was changed after the first call is captured again; one that its own calls change is refused."""
 
+import argparse
+import contextlib
 import cProfile
+import functools
 import itertools
+import logging
 import pstats
 import random
 import re
 import time
+import timeit
 from collections import deque
 from types import SimpleNamespace
 
@@ -104,6 +109,131 @@ def test_setting_in_an_object_of_the_model_is_seen():
     tree = tree_model(Scaled())
     require_equal(tree)
     tree.unpacked.options["by"].factor = 5.0
+    require_equal(tree)
+
+
+SCALE = 2.0
+
+
+def times_scale(x):
+    return x * SCALE
+
+
+@contextlib.contextmanager
+def a_scale():
+    yield SCALE
+
+
+def in_a_context(x):
+    with a_scale() as scale:
+        return x * scale
+
+
+@functools.lru_cache
+def keyed_by(scale):
+    return SCALE + 0 * scale
+
+
+class WithMethod(Tiny):
+    @torch.no_grad()
+    def scaled(self, x):
+        return x * SCALE
+
+
+DECORATED = [
+    torch.no_grad()(times_scale),
+    torch.autocast("cpu", enabled=False)(times_scale),
+    torch.compiler.disable(times_scale),
+    torch.no_grad()(torch.autocast("cpu", enabled=False)(times_scale)),
+    in_a_context,
+    lambda x: x * keyed_by.__wrapped__(1),
+]
+
+
+def require_scale_is_seen(model, monkeypatch):
+    before = state_of(model)
+    assert first_difference(before, state_of(model)) is None
+    monkeypatch.setitem(globals(), "SCALE", SCALE + 1)
+    assert first_difference(before, state_of(model)) is not None
+
+
+@pytest.mark.parametrize("scaled", DECORATED)
+def test_variable_of_a_decorated_function_is_seen(scaled, monkeypatch):
+    require_scale_is_seen(Tiny(lambda model, x, ids: model.project[0](x) + scaled(x)), monkeypatch)
+
+
+def test_variable_of_a_decorated_method_is_seen(monkeypatch):
+    model = WithMethod(lambda model, x, ids: model.project[0](x) + model.scaled(x))
+    require_scale_is_seen(Tiny(torch.no_grad()(model.scaled)), monkeypatch)
+    require_scale_is_seen(model, monkeypatch)
+    tree = tree_model(model)
+    require_equal(tree)
+    monkeypatch.setitem(globals(), "SCALE", SCALE + 1)
+    require_equal(tree)
+
+
+def gate(x):
+    return x * gate.scale
+
+
+gate.scale = 2.0
+
+
+@torch.no_grad()
+def gate_of_a_library(x):
+    return x * gate_of_a_library.scale
+
+
+gate_of_a_library.scale = 2.0
+NAMESPACE = SimpleNamespace(scale=2.0, inner=argparse.Namespace(scale=2.0))
+TIMER = timeit.Timer()
+HOLDERS = [
+    (lambda x: gate(x), lambda: gate, "scale"),
+    (lambda x: gate_of_a_library(x), lambda: gate_of_a_library, "scale"),
+    (lambda x: x * NAMESPACE.scale, lambda: NAMESPACE, "scale"),
+    (lambda x: x * NAMESPACE.inner.scale, lambda: NAMESPACE.inner, "scale"),
+    (lambda x: x if TIMER.inner is None else 2 * x, lambda: TIMER, "inner"),
+]
+
+
+@pytest.mark.parametrize(("scaled", "holder", "name"), HOLDERS)
+def test_attribute_of_a_function_or_a_plain_object_is_seen(scaled, holder, name, monkeypatch):
+    model = Tiny(lambda model, x, ids: model.project[0](x) + scaled(x))
+    before = state_of(model)
+    assert first_difference(before, state_of(model)) is None
+    monkeypatch.setattr(holder(), name, 3.0)
+    assert first_difference(before, state_of(model)) is not None
+
+
+LOGGER = logging.getLogger("a model")
+
+
+def test_logger_is_no_part_of_a_model():
+    def logged(model, x, ids):
+        LOGGER.debug("called")
+        return model.project[0](x)
+
+    model = Tiny(logged)
+    before = state_of(model)
+    assert LOGGER.isEnabledFor(logging.INFO) or LOGGER._cache
+    assert first_difference(before, state_of(model)) is None
+
+
+class WithUnregistered(Tiny):
+    def __init__(self):
+        super().__init__(lambda model, x, ids: model.project[0](x) + model.frozen[0](x))
+        self.frozen = [nn.Linear(8, 8, dtype=torch.float64).requires_grad_(False)]
+
+
+def replace_values(parameter):
+    parameter.data = parameter.data * 2
+
+
+@pytest.mark.parametrize("change", [replace_values, lambda parameter: parameter.mul_(2)])
+def test_change_of_a_parameter_that_is_not_registered_is_seen(change):
+    tree = tree_model(WithUnregistered())
+    require_equal(tree)
+    change(tree.unpacked.frozen[0].weight)
     require_equal(tree)
 
 

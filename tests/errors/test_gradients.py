@@ -45,17 +45,68 @@ def inference_mode_as_a_decorator(model, x, ids):
     return x + scaled(x)
 
 
+def no_grad_inside_of_autocast(model, x, ids):
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        gate = model.project[0](x)
+    return x + gate
+
+
+@torch.no_grad()
+def gated(x):
+    return x * 2
+
+
+@torch.autocast("cpu", enabled=False)
+def no_grad_as_a_decorator_inside_of_autocast(model, x, ids):
+    return x + gated(x)
+
+
+def set_grad_enabled_inside_of_autocast(model, x, ids):
+    with torch.autocast("cpu", enabled=False):
+        torch.set_grad_enabled(False)
+        gate = model.project[0](x)
+        torch.set_grad_enabled(True)
+    return x + gate
+
+
+def enable_grad_inside_of_autocast(model, x, ids):
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.enable_grad():
+        gate = model.project[0](x)
+    return x + gate
+
+
 LOST = [
     (function_with_its_own_backward, "Tripled.apply(x)", "drops its backward"),
     (hook_on_a_gradient, "projected.register_hook", "drops the hook"),
     (inference_mode, "torch.inference_mode()", "drops the switch"),
     (inference_mode_as_a_decorator, "scaled(x)", "drops the switch"),
+    (no_grad_inside_of_autocast, "torch.no_grad()", "drops the switch"),
+    (no_grad_as_a_decorator_inside_of_autocast, "gated(x)", "drops the switch"),
+    (set_grad_enabled_inside_of_autocast, "torch.set_grad_enabled(False)", "drops the switch"),
+    (enable_grad_inside_of_autocast, "torch.enable_grad()", "drops the switch"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("step", "code", "why"), named(LOST))
 def test_lost_gradient_is_refused(step, code, why):
     require_refusal(Tiny(step), LostGradientError, code, why, __file__)
+
+
+def no_grad_outside_of_autocast(model, x, ids):
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        gate = gated(model.project[0](x))
+    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        same = model.project[1](x)
+    with torch.no_grad():
+        return same + gate.detach() + x
+
+
+def test_switch_of_gradients_outside_of_autocast_is_exact():
+    def step(model, x, ids):
+        return no_grad_outside_of_autocast(model, x, ids) + checkpoint(model.project[2], x, use_reentrant=False)
+
+    assert tree_model(Tiny(step)).check().ok
+    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from tests.passes.model import Model, is_exact
@@ -26,6 +27,44 @@ def without_gradients(model, hidden):
 
 def test_region_without_gradients_is_exact():
     assert is_exact(Model(without_gradients))
+
+
+def autocast_off(hidden):
+    with torch.autocast("cpu", enabled=False):
+        return hidden.double()
+
+
+UNCHANGED = [
+    lambda hidden: hidden.to(hidden.dtype),
+    lambda hidden: hidden.double(),
+    lambda hidden: hidden.type_as(hidden).cpu().double(),
+    lambda hidden: hidden.contiguous(),
+    lambda hidden: hidden.flatten(1, 1),
+    lambda hidden: F.dropout(hidden, 0.5, training=False),
+    autocast_off,
+]
+
+
+@pytest.mark.parametrize("cast", UNCHANGED)
+@pytest.mark.parametrize("use", ["outside", "of the result"])
+def test_cast_that_does_nothing_in_a_region_without_gradients_keeps_them_outside(cast, use):
+    def middle(model, hidden):
+        inner = model.inner(hidden)
+        with torch.no_grad():
+            same = cast(hidden)
+            norm = same.norm(dim=-1, keepdim=True)
+        return 2 * inner + (same if use == "of the result" else hidden) * 0.5 / norm
+
+    assert is_exact(Model(middle))
+
+
+def test_other_tensor_of_a_region_without_gradients_has_none():
+    def middle(_model, hidden):
+        with torch.no_grad():
+            views = hidden.view_as(hidden), hidden.detach(), hidden.to(torch.float64, copy=True), hidden.float()
+        return hidden + sum(views) + F.dropout(hidden, 0.5, training=False)
+
+    assert is_exact(Model(middle))
 
 
 def test_gradients_switched_on_inside_of_a_region_without_are_exact():

@@ -114,7 +114,7 @@ class Experts(nn.Module):
             row, slot = torch.where(chosen == expert)
             gate, up = F.linear(rows[row], self.up[expert]).chunk(2, dim=-1)
             states = F.linear(F.silu(gate) * up, self.down[expert])
-            result = result.index_add(0, row, states * weights[row, slot, None])
+            result = result.index_add(0, row, (states * weights[row, slot, None]).to(result.dtype))
         return result.view_as(x)
 
 

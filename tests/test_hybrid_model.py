@@ -39,6 +39,12 @@ def test_longer_sequence_keeps_the_logits_of_its_prefix(model):
     torch.testing.assert_close(model(tokens)[:, :70], model(tokens[:, :70]))
 
 
+def test_half_precision_by_autocast_is_computed(model):
+    tokens, single = torch.randint(0, 50, (1, 40)), model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert single(tokens).isfinite().all()
+
+
 def test_sequences_of_a_batch_are_apart(model):
     tokens = torch.randint(0, 50, (2, 40))
     torch.testing.assert_close(model(tokens)[1], model(tokens[1:])[0])

@@ -113,9 +113,8 @@ class Dense(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        head_width = config.width // config.heads
-        exponent = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
-        self.register_buffer("inverse_frequency", config.rope_base**-exponent, persistent=False)
+        frequencies = inverse_frequencies(config.width // config.heads, config.rope_base)
+        self.register_buffer("inverse_frequency", frequencies, persistent=False)
         self.apply(self._initialise)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -128,9 +127,7 @@ class Dense(nn.Module):
             Logits of the next token [batch, length, vocab_size].
         """
         x = self.embedding(input_ids)
-        position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        angle = position[:, None] * self.inverse_frequency
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        cos, sin = rotary_tables(self.inverse_frequency, x)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))
@@ -140,6 +137,18 @@ class Dense(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Attention):
             nn.init.normal_(module.output.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
+
+
+def inverse_frequencies(head_width: int, base: float) -> Tensor:
+    """Rotary frequencies of a head, float32 [head_width / 2]."""
+    return base ** -(torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+
+
+def rotary_tables(inverse_frequency: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, [length, width / 2], in the dtype of `x` [batch, length, …]."""
+    position = torch.arange(x.shape[1], device=x.device)
+    angle = position[:, None] * inverse_frequency
+    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

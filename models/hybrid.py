@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tree_compile.models.dense import Attention, DenseConfig
+from tree_compile.models.dense import Attention, DenseConfig, inverse_frequencies, rotary_tables
 from tree_compile.runtime.linear_recurrence import gated_delta_rule
 
 __all__ = ["Hybrid", "HybridConfig"]
@@ -155,9 +155,8 @@ class Hybrid(nn.Module):
         )
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        head_width = config.width // config.heads
-        exponent = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
-        self.register_buffer("inverse_frequency", config.rope_base**-exponent, persistent=False)
+        frequencies = inverse_frequencies(config.width // config.heads, config.rope_base)
+        self.register_buffer("inverse_frequency", frequencies, persistent=False)
         self.apply(_initialise)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -170,9 +169,7 @@ class Hybrid(nn.Module):
             Logits of the next token [batch, length, vocab_size].
         """
         x = self.embedding(input_ids)
-        position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        angle = position[:, None] * self.inverse_frequency
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        cos, sin = rotary_tables(self.inverse_frequency, x)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))

@@ -55,6 +55,17 @@ def packed_without_rewrite(model: nn.Module, plan: Plan) -> Result:
     return run(model, logits_of)
 
 
+def require_exact(tree_model: TreeModel, plan: Plan, sequences: Sequence[Sequence[int]], tolerance: float) -> None:
+    """Outputs and gradients are those of the unpacked model, and those of packed rows without the rewrite are not."""
+    reference = unpacked(tree_model.unpacked, sequences)
+    result = packed(tree_model, plan)
+    without_rewrite = packed_without_rewrite(tree_model.unpacked, plan)
+    assert output_difference(reference, result) < tolerance
+    assert gradient_difference(reference, result) < tolerance
+    assert output_difference(reference, without_rewrite) > 100 * tolerance
+    assert gradient_difference(reference, without_rewrite) > 100 * tolerance
+
+
 def output_difference(one: Result, other: Result) -> float:
     """The greatest difference of outputs, relative to the greatest output."""
     scale = max(float(part.abs().max()) for part in one.logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,17 +58,27 @@ def mixer(
         has_kernels: as in `Mixer`.
 
     Raises:
-        ValueError: another module has declared an op of that name.
+        ValueError: another module has declared an op of that name, or the op has no such arguments.
     """
 
     def declare(op: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         known = MIXERS.get(op.__name__)
         if known is not None and known.op.__module__ != op.__module__:
             raise ValueError(f"there is a mixer {op.__name__} in {known.op.__module__}; choose another name")
+        _check_names(op, tokens, like)
         MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, has_kernels)
         return op
 
     return declare
+
+
+def _check_names(op: Callable[..., Any], tokens: Mapping[str, int | None], like: str) -> None:
+    known = inspect.signature(op).parameters
+    for name in (*tokens, "tree"):
+        if name not in known:
+            raise ValueError(f"{op.__name__} has no argument {name}; it has {', '.join(known)}")
+    if tokens.get(like) is None:
+        raise ValueError(f"like is {like!r}; it must be a tensor of {op.__name__} with a dimension along the tokens")
 
 
 def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
@@ -83,7 +94,8 @@ def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
     tensors = [arguments.pop(name, None) for name in MIXERS[op.__name__].tokens]
     for name, value in arguments.items():
         if not isinstance(value, bool | int | float | str | None):
-            raise TypeError(f"{name} of {op.__name__} is a {type(value).__name__}; it must be a plain number")
+            what = f"{name} of {op.__name__} is a {type(value).__name__}"
+            raise TypeError(f"{what}; it must be a plain number, or a tensor that `tokens` names")
     node: Tensor = torch.ops.tree_compile.mixer(op.__name__, tensors, json.dumps(arguments))
     return node
 

@@ -54,7 +54,9 @@ def read_plan(path: str | PathLike[str]) -> tuple[PrefixTree, IntArray, list[int
     except (PlanError, FileNotFoundError, IsADirectoryError, PermissionError):
         raise
     except _BROKEN_FILE as error:
-        raise not_a_plan(path, f"{str(error).rstrip('.')}.") from error
+        # What numpy says of other files is about pickles, which are never read here.
+        is_own = isinstance(error, ValueError) and "allow_pickle" not in str(error)
+        raise not_a_plan(path, f"{error}." if is_own else "it is no npz file of integers.") from error
     return tree, leaf_row, [row_tokens, padded, row_bound, token_bound]
 
 

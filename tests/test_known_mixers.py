@@ -95,7 +95,9 @@ def test_call_that_has_no_place_in_a_tree_is_refused(name):
 
 
 def test_option_that_is_a_tensor_is_refused():
-    with pytest.raises(CaptureError, match=r"scale of gated_delta_rule is a .*; it must be a plain number"):
+    with pytest.raises(
+        CaptureError, match=r"scale of gated_delta_rule is a .*; it must be a plain number, or a tensor that"
+    ):
         check(lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, b, scale=torch.ones(()))[0])
 
 
@@ -125,6 +127,22 @@ def test_op_with_the_name_of_another_is_refused():
 
     with pytest.raises(ValueError, match=r"there is a mixer token_shift in tree_compile.runtime.causal_convolution"):
         mixer({"values": 1}, "values")(token_shift)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "like", "why"),
+    [
+        ({"nope": 1}, "x", "has no argument nope; it has x, tree"),
+        ({"x": 1}, "nope", "like is 'nope'"),
+        ({}, "x", "like"),
+    ],
+)
+def test_op_whose_arguments_are_named_wrongly_is_refused(tokens, like, why):
+    def average_of_tests(x, tree=None):
+        return x
+
+    with pytest.raises(ValueError, match=why):
+        mixer(tokens, like)(average_of_tests)
 
 
 def test_functions_are_themselves_again_after_a_capture():

@@ -32,6 +32,7 @@ from tree_compile.errors import (
     LengthDependentError,
     SourceLine,
     TreeCompileError,
+    UnsupportedArgumentError,
     UnsupportedOutputError,
 )
 from tree_compile.foreign import capturable
@@ -243,6 +244,8 @@ def _explained(error: Exception, fixed: Sequence[SourceLine], detached: Sequence
         return _spaced_by_length(fixed[-1])
     if isinstance(error, (RuntimeError, ValueError)) and "specialized it" in text:
         return _control_flow("the number of tokens", fixed[-1] if fixed else None)
+    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
+        return _unknown_argument(text)
     if isinstance(error, (RuntimeError, ValueError)) and "data-dependent" in text:
         return _control_flow("the values of tensors", line_of_trace(text) or _line_of_error(error))
     first_line, *_ = [*text.strip().splitlines(), ""]
@@ -275,6 +278,14 @@ def _keyed_by_length(where: SourceLine | None) -> ControlFlowError:
     )
 
 
+def _unknown_argument(text: str) -> UnsupportedArgumentError:
+    return UnsupportedArgumentError(
+        f"The model takes no such argument: {text}.",
+        why="payloads and forward_kwargs are keyword arguments of the model's forward.",
+        hint="leave it out, or add it to forward.",
+    )
+
+
 def _lost_value(where: SourceLine | None) -> CaptureError:
     return CaptureError(
         "A value that the model computes was lost in the capture.",
@@ -289,7 +300,8 @@ def _control_flow(what: str, where: SourceLine | None) -> ControlFlowError:
         f"The model's Python code depends on {what}.",
         where=where,
         why="a captured graph takes one way through the code, for all sequences of a row at once.",
-        hint="write it as tensor operations, such as torch.where, or move it out of the model's forward.",
+        hint="write it as tensor operations, such as torch.where, or move it out of the model's forward; a loop over "
+        "tokens as an op over the tree (docs/recurrence.md: mixer, register_mixer).",
     )
 
 

@@ -107,6 +107,9 @@ class TreeOutput(Sequence[Any]):
         places = range(len(self._results[0].tensors))
         self._tensors = [PerSequence[Tensor](self.sequence_ids, _Parts(self._results, place)) for place in places]
 
+    def __repr__(self) -> str:
+        return f"TreeOutput({len(self):,} sequences, {len(self._tensors)} tensors each)"
+
     def __len__(self) -> int:
         return len(self.sequence_ids)
 

@@ -234,7 +234,8 @@ def _differs(part: str, found: float, allowed: float) -> SelfCheckError:
         f"The rewritten model and the unpacked model differ on a small random tree{part}: "
         f"by {found:.1e} relative, where rounding allows {allowed:.0e}.",
         why="a rewrite is wrong for this model; its results cannot be trusted.",
-        hint="please report the model; self_check=False turns this check off.",
+        hint="if the model has an op or a rule that you registered, compare it with what it stands for; else please "
+        "report the model. self_check=False turns this check off.",
     )
 
 

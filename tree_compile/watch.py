@@ -161,5 +161,6 @@ def _refuse_recurrent(module: nn.Module, _args: Any) -> NoReturn:
         f"The recurrent layer {type(module).__name__} mixes tokens in a way that no rule covers.",
         where=line_of_stack(),
         why="it carries a state from token to token.",
-        hint="use an attention, or compute it per sequence outside of the model.",
+        hint="use an attention, or write the recurrence as an op over the tree (docs/recurrence.md: mixer, "
+        "register_mixer).",
     )

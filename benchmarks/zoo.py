@@ -37,8 +37,9 @@ from tree_compile.tiny import tiny_model
 
 SECONDS = 300
 MEMORY = 8 << 30
-FLOAT32_INSIDE = 2e-6
-"""Greatest relative difference that a part computed in float32 inside of a float64 model explains."""
+FLOAT32_INSIDE = 1e-5
+"""Greatest relative difference that layers computed in float32 inside of a float64 model explain; the tests, which
+compute all of a model in float64, allow none."""
 
 OUTCOMES = ("exact", "refused", "differs", "cannot be built", "takes too long", "crashes")
 
@@ -151,7 +152,9 @@ def _short(place: str) -> str:
 
 def _compared(model_type: str, dtype: str, report: CheckReport) -> Result:
     output, gradient = report.greatest_output_difference, report.greatest_gradient_difference or 0.0
-    exact = max(output, gradient) < (FLOAT32_INSIDE if dtype == "float64" else report.tolerance)
+    allowed = FLOAT32_INSIDE if dtype == "float64" else report.tolerance
+    # A gradient is a sum of more terms than an output.
+    exact = output < allowed and gradient < 10 * allowed
     worst = "" if exact else f"worst parameter: {report.worst_parameter}"
     return Result(model_type, "exact" if exact else "differs", output, gradient, dtype, why=worst)
 

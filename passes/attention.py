@@ -42,7 +42,7 @@ from tree_compile.passes.pair_tables import (
     sum_of_masks,
 )
 from tree_compile.passes.plan_inputs import RowTables, plan_input
-from tree_compile.passes.shapes import call, inherited, shape_of, token_symbol
+from tree_compile.passes.shapes import call, in_dtype, inherited, shape_of, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 from tree_compile.runtime.attention import tree_attention
@@ -185,7 +185,7 @@ class RewriteAttention:
         node.meta["val"] = _value_in_heads(operands[0], operands[2])
         if len(lead) != 2 or lead[0] != 1:
             node = call(graph, aten.reshape.default, (node, [*lead, -1, match.value.shape[-1]]), meta)
-        node = _in_dtype(graph, node, match.output.meta["val"].dtype)
+        node = in_dtype(graph, node, match.output.meta["val"].dtype)
         if match.output_order != tuple(range(len(lead) + 2)):
             node = call(graph, aten.permute.default, (node, list(match.output_order)), meta)
         return node
@@ -255,11 +255,7 @@ def _in_heads(
 def _in_one_dtype(graph: fx.Graph, operands: list[fx.Node]) -> list[fx.Node]:
     """Some models compute scores in float32 and weigh values of another dtype: all are taken in the wider one."""
     dtype = functools.reduce(torch.promote_types, (operand.meta["val"].dtype for operand in operands))
-    return [_in_dtype(graph, operand, dtype) for operand in operands]
-
-
-def _in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return node if node.meta["val"].dtype == dtype else call(graph, aten.to.dtype, (node, dtype), node.meta)
+    return [in_dtype(graph, operand, dtype) for operand in operands]
 
 
 def _value_in_heads(query: fx.Node, value: fx.Node) -> Tensor:

@@ -12,7 +12,7 @@ from torch import fx
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.mixers import insert_mixer
 from tree_compile.passes.nodes import arguments
-from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
+from tree_compile.passes.shapes import call, in_dtype, shape_of, size_expression, token_symbol
 from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
 
 aten = torch.ops.aten
@@ -48,9 +48,9 @@ def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -
     # Under autocast a convolution computes in another dtype than its inputs have.
     dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
-        rows = call(graph, aten.permute.default, (_in_dtype(graph, values, dtype), [0, 2, 1]), node.meta)
-        weight = call(graph, aten.squeeze.dim, (_in_dtype(graph, given["weight"], dtype), 1), node.meta)
-        bias = None if given["bias"] is None else _in_dtype(graph, given["bias"], dtype)
+        rows = call(graph, aten.permute.default, (in_dtype(graph, values, dtype), [0, 2, 1]), node.meta)
+        weight = call(graph, aten.squeeze.dim, (in_dtype(graph, given["weight"], dtype), 1), node.meta)
+        bias = None if given["bias"] is None else in_dtype(graph, given["bias"], dtype)
         tensors = {"values": rows, "weight": weight} | ({} if bias is None else {"bias": bias})
         convolved, finding = insert_mixer(graph, node, causal_convolution, tensors)
         result = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
@@ -68,10 +68,6 @@ def _replace_cut(graph: fx.Graph, cut: list[fx.Node], result: fx.Node) -> None:
         with graph.inserting_before(step):
             result = call(graph, step.target, (result, *step.args[1:]), step.meta, **step.kwargs)
     last.replace_all_uses_with(result)
-
-
-def _in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return node if node.meta["val"].dtype == dtype else call(graph, aten.to.dtype, (node, dtype), node.meta)
 
 
 def _is_depthwise(given: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from tree_compile.passes.plan_inputs import tree_inputs
 from tree_compile.passes.shapes import inherited, shape_of
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.token_rules import RULES, Result, Step
-from tree_compile.runtime.mixers import MIXERS, Mixer, call_of
+from tree_compile.runtime.mixers import MIXERS, Mixer, call_of, computed_in
 from tree_compile.runtime.recurrence_fla import kernels_can
 from tree_compile.runtime.row_tree import CHUNK
 
@@ -72,12 +72,12 @@ def insert_mixer(
 
 def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
     """What a mixer became, and the bytes of one of its states."""
-    name, values = found.op.__name__, arguments[found.like].meta["val"]
+    name, size = found.op.__name__, computed_in(arguments[found.like].meta["val"]).itemsize
     if found.state is None:
         return f"{name} over the ancestors of every token, one call per pass", 0
     nodes = {key: arguments[key] for key in found.tokens if key in arguments}
     shape = found.state({key: shape_of(node) for key, node in nodes.items()})
-    count = math.prod(map(int, shape)) * (8 if values.dtype == torch.float64 else 4)
+    count = math.prod(map(int, shape)) * size
     state = f"a state of {' x '.join(map(str, shape))}, {count:,} bytes"
     if has_kernels(found, arguments):
         return f"{name} by fla's kernels, one call per depth and pass, with {state}, for each segment", count

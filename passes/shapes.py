@@ -65,3 +65,8 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str,
     with fake.fake_mode, as_the_model(meta):  # type: ignore[attr-defined]
         node.meta["val"] = target(*values, **named)
     return node
+
+
+def in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """`node`, cast where its dtype is another."""
+    return node if node.meta["val"].dtype == dtype else call(graph, torch.ops.aten.to.dtype, (node, dtype), node.meta)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 __all__ = ["LinearInputs", "LinearOptions"]
@@ -19,11 +18,6 @@ class LinearInputs(NamedTuple):
     value: Tensor
     decay: Tensor
     beta: Tensor | None
-
-    @property
-    def computed_in(self) -> torch.dtype:
-        """float64 where the values are, else float32."""
-        return torch.float64 if self.value.dtype == torch.float64 else torch.float32
 
     def of_each(self, change: Callable[[Tensor], Tensor]) -> LinearInputs:
         """The same with every tensor changed."""

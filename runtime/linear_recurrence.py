@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
-from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.mixers import computed_in, mixer
 from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
 from tree_compile.runtime.row_tree import RowTree, is_padding, tree_of_chains
@@ -204,7 +204,7 @@ def state_space_scan(
     Returns:
         [B, T, H, E] in the dtype of `values`; and the final states or None, with D and E the other way round.
     """
-    dtype = _dtype(values)
+    dtype = computed_in(values)
     wide, step = values.to(dtype), step.to(dtype)
     start = None if initial_state is None else initial_state.transpose(-1, -2)
     decay, written = (step * rate.to(dtype))[..., None], wide * step[..., None]
@@ -235,7 +235,3 @@ def _recurrence(
     out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
     # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
     return out if tree is None else torch.where(is_padding(tree)[:, None, None], value, out), final
-
-
-def _dtype(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32

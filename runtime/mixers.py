@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["MIXERS", "Mixer", "mixer", "one_node"]
+__all__ = ["MIXERS", "Mixer", "computed_in", "mixer", "one_node"]
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -79,6 +79,11 @@ def _check_names(op: Callable[..., Any], tokens: Mapping[str, int | None], like:
             raise ValueError(f"{op.__name__} has no argument {name}; it has {', '.join(known)}")
     if tokens.get(like) is None:
         raise ValueError(f"like is {like!r}; it must be a tensor of {op.__name__} with a dimension along the tokens")
+
+
+def computed_in(values: Tensor) -> torch.dtype:
+    """The dtype in which ops carry states: float64 where the values are, else float32."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
+from tree_compile.runtime.mixers import computed_in
 from tree_compile.runtime.row_tree import CHUNK, RowTree, by_first_chunk, in_chunks, in_row, last_chunks
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
@@ -52,7 +53,7 @@ def by_chunks(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> tup
 
 
 def _pieces(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> _Pieces:
-    dtype, heads = inputs.computed_in, inputs.value.shape[2]
+    dtype, heads = computed_in(inputs.value), inputs.value.shape[2]
 
     def by_chunk(values: Tensor) -> Tensor:
         return _for_heads(in_chunks(values.to(dtype), row), heads)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.mixers import computed_in, mixer
 from tree_compile.runtime.row_tree import (
     CHUNK,
     RowTree,
@@ -62,7 +62,7 @@ def selective_scan(
         [B, D, N], or those after every segment, [S, D, N], with `tree`.
     """
     batch, length, _ = values.shape
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    dtype = computed_in(values)
     row = tree_of_chains(batch, length, values.device) if tree is None else tree
     wide, step = values.to(dtype), step.to(dtype)
 

@@ -21,16 +21,16 @@ from tree_compile.errors import (
 )
 from tree_compile.passes.attention_patterns import (
     AttentionMatch,
-    ChangesWithLength,
     KeyBias,
-    NoMatch,
     Operand,
     Scores,
     is_score_softmax,
     match_sdpa,
     match_softmax,
 )
+from tree_compile.passes.choices import Choices
 from tree_compile.passes.finding import Finding
+from tree_compile.passes.masks import ChangesWithLength, NoMatch
 from tree_compile.passes.pair_tables import (
     NotCausal,
     PairForm,
@@ -46,6 +46,7 @@ from tree_compile.passes.shapes import call, in_dtype, inherited, shape_of, toke
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 from tree_compile.runtime.attention import tree_attention
+from tree_compile.runtime.sparse_attention import sparse_attention
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -69,13 +70,13 @@ class RewriteAttention:
     def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         symbol = token_symbol(graph_module.graph)
         findings = []
-        read = functools.cache(self._read)  # the layers of a model share few masks
+        choices = Choices(self.statics, functools.cache(self._read))  # the layers of a model share few masks
         for node in list(graph_module.graph.nodes):
             if node.target is _SDPA:
-                findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), read))
+                findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), choices))
             elif node.op == "call_function" and is_score_softmax(node, symbol):
-                findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), read))
-        return tuple(findings)
+                findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), choices))
+        return (*choices.findings, *findings)
 
     def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
         try:
@@ -88,10 +89,11 @@ class RewriteAttention:
             raise _dropout(match.dropout, source_line(node))
         return match
 
-    def _replace(self, graph: fx.Graph, match: AttentionMatch, read: Callable[[Scores], PairForm]) -> Finding:
-        form = self._form(match, read)
+    def _replace(self, graph: fx.Graph, match: AttentionMatch, choices: Choices) -> Finding:
+        form = self._form(match, choices.read)
+        indices = self._indices(match, form, choices)
         with graph.inserting_before(match.output):
-            replacement = self._emit(graph, match, form)
+            replacement = self._emit(graph, match, form, indices)
         match.output.replace_all_uses_with(replacement)
         graph.erase_node(match.output)
         became = _description(match.scores, form)
@@ -105,7 +107,7 @@ class RewriteAttention:
                 return PairForm(Visibility())
             raise _bidirectional(match.output, "it has no mask")
         try:
-            form = read(replace(match.scores, sinks=None))
+            form = read(replace(match.scores, sinks=None, chosen=None))
         except NotCausal:
             raise _bidirectional(match.output, "its mask shows a token what comes after it") from None
         except SeesNothing:
@@ -174,13 +176,31 @@ class RewriteAttention:
         assert isinstance(kind, Pair)
         return kind.samples
 
+    def _indices(self, match: AttentionMatch, form: PairForm, choices: Choices) -> fx.Node | None:
+        """The rows that every query keeps; None where it keeps all that the masks show."""
+        scores = match.scores
+        if scores.chosen is None:
+            return None
+        try:
+            if form != PairForm(Visibility()) or scores.softcap or scores.key_biases:
+                raise NoMatch("its keys are chosen by an indexer, beside a window, a softcap or a bias")
+            return choices.indices(scores.chosen)
+        except ChangesWithLength as error:
+            raise _length_dependent(match.output, str(error)) from None
+        except NoMatch as error:
+            raise _unknown_form(match.output, str(error)) from None
+
     # The new nodes
 
-    def _emit(self, graph: fx.Graph, match: AttentionMatch, form: PairForm) -> fx.Node:
+    def _emit(self, graph: fx.Graph, match: AttentionMatch, form: PairForm, indices: fx.Node | None) -> fx.Node:
         meta, lead = match.output.meta, _lead_of_output(match)
         operands = _in_one_dtype(graph, _operands(graph, match, lead))
         plan = [plan_input(graph, name) for name in ("plan_segments", "plan_position", "plan_subtree_end")]
-        node = graph.call_function(tree_attention, (*operands, *plan), self._keywords(graph, match, form))
+        keywords = self._keywords(graph, match, form)
+        if indices is not None:
+            node = graph.call_function(sparse_attention, (*operands, indices), keywords)
+        else:
+            node = graph.call_function(tree_attention, (*operands, *plan), keywords)
         node.meta = inherited(meta)
         node.meta["val"] = _value_in_heads(operands[0], operands[2])
         if len(lead) != 2 or lead[0] != 1:
@@ -273,7 +293,7 @@ def _total(graph: fx.Graph, terms: list[fx.Node]) -> fx.Node | None:
 
 
 def _description(scores: Scores, form: PairForm) -> str:
-    parts = ["tree_attention"]
+    parts = ["tree_attention" if scores.chosen is None else "sparse_attention over the keys that an indexer chose"]
     if form.visibility is None:
         parts.append("mask without a closed form, gathered as T x T")
     else:

@@ -14,20 +14,13 @@ import sympy
 import torch
 from torch import fx
 
+from tree_compile.passes.masks import Mask, Masks, NoMatch, read_masks
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Drifting, Fill, Fixed, Kind, LengthDependent, Pair, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Fixed, Pair, StaticValues, Table
 
 aten = torch.ops.aten
-
-
-class NoMatch(Exception):
-    """The nodes around a softmax are not attention that this module can read; the text says why."""
-
-
-class ChangesWithLength(NoMatch):
-    """A mask or bias at a pair of tokens changes with the number of tokens after them."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +38,6 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Mask:
-    """A static pair table that hides or biases scores.
-
-    Attributes:
-        node: the table.
-        hides: True for a boolean table that is True where hidden.
-        fill: the score that a boolean table gives to what it hides.
-    """
-
-    node: fx.Node
-    hides: bool = False
-    fill: float = -math.inf
-
-
-@dataclass(frozen=True)
 class KeyBias:
     """A static table along the keys that is added to the scores, times `factor`."""
 
@@ -72,13 +50,15 @@ class KeyBias:
 class Scores:
     """score = softcap(scale * q.k) + biases, softcap(x) = c * tanh(x / c); sinks are one more logit per head.
 
-    `factors` are pair tables that have to be 1 wherever the masks hide nothing.
+    `factors` are pair tables that have to be 1 wherever the masks hide nothing. `chosen` is a node with the numbers of
+    the keys that are left of those, for every query; None where all are left.
     """
 
     scale: float = 1.0
     softcap: float = 0.0
     causal: bool = False
     masks: tuple[Mask, ...] = ()
+    chosen: fx.Node | None = None
     factors: tuple[fx.Node, ...] = ()
     key_biases: tuple[KeyBias, ...] = ()
     sinks: fx.Node | None = None
@@ -112,10 +92,12 @@ def match_sdpa(node: fx.Node, statics: StaticValues) -> AttentionMatch:
     """Reads a `scaled_dot_product_attention` node."""
     given = arguments(node)
     width, mask = shape_of(given["query"])[-1], given["attn_mask"]
+    masks = Masks() if mask is None else read_masks(mask, statics)
     scores = Scores(
         scale=float(given["scale"]) if given["scale"] is not None else width**-0.5,
         causal=bool(given["is_causal"]),
-        masks=() if mask is None else _static_masks(mask, statics),
+        masks=masks.static,
+        chosen=masks.chosen,
     )
     query, key, value = (_plain(given[name]) for name in ("query", "key", "value"))
     return AttentionMatch(node, query, key, value, scores, _identity(node), float(given["dropout_p"]))
@@ -127,30 +109,6 @@ def _plain(node: fx.Node) -> Operand:
 
 def _identity(node: fx.Node) -> tuple[int, ...]:
     return tuple(range(len(shape_of(node))))
-
-
-def _static_masks(
-    node: fx.Node, statics: StaticValues, hides: bool = False, fill: float = -math.inf
-) -> tuple[Mask, ...]:
-    """`node` as a mask; none where it hides nothing."""
-    kind = statics.kinds.get(node)
-    if isinstance(kind, Fill) and _hides_nothing(kind.value, hides):
-        return ()
-    if not isinstance(kind, Pair):
-        raise ChangesWithLength(kind.why) if isinstance(kind, LengthDependent) else NoMatch(_why_not_static(kind))
-    return (Mask(node, hides, fill),)
-
-
-def _hides_nothing(value: torch.Tensor, hides: bool) -> bool:
-    if value.dtype == torch.bool:
-        return bool((value != hides).all())
-    return bool((value == 0).all())
-
-
-def _why_not_static(kind: Kind | None) -> str:
-    if kind is None:
-        return "its mask or bias depends on the tokens or on parameters, not on positions alone"
-    return f"its mask is not a table over (query, key), but a {type(kind).__name__.lower()}"
 
 
 # matmul -> softmax -> matmul
@@ -277,10 +235,18 @@ def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[
         raise NoMatch("a scaled addition to the scores is not known")
     if not isinstance(second, fx.Node):
         return first, _moved_by_a_constant(reading)
-    bias, rest = (second, first) if second in statics.nodes else (first, second)
+    is_second = second in statics.nodes or (first not in statics.nodes and _chooses_keys(second, statics))
+    bias, rest = (second, first) if is_second else (first, second)
     if not reading.is_untouched:
         raise NoMatch("its scores are scaled after a bias was added")
     return rest, replace(reading, scores=_with_bias(reading.scores, bias, 1.0, statics))
+
+
+def _chooses_keys(node: fx.Node, statics: StaticValues) -> bool:
+    try:
+        return read_masks(node, statics).chosen is not None
+    except NoMatch:
+        return False
 
 
 def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValues) -> Scores:
@@ -291,13 +257,14 @@ def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValu
         return replace(scores, key_biases=(*scores.key_biases, KeyBias(bias, kind.dim, factor)))
     if factor != 1.0:
         raise NoMatch("a scaled mask is not known")
-    return _with_masks(scores, _static_masks(bias, statics))
+    return _with_masks(scores, read_masks(bias, statics))
 
 
-def _with_masks(scores: Scores, masks: tuple[Mask, ...]) -> Scores:
-    if masks and scores.factors:
+def _with_masks(scores: Scores, masks: Masks) -> Scores:
+    if masks != Masks() and scores.factors:
         raise NoMatch("its scores are multiplied by a table after some were hidden")
-    return replace(scores, masks=(*scores.masks, *masks))
+    together = Masks(scores.masks, scores.chosen) + masks
+    return replace(scores, masks=together.static, chosen=together.chosen)
 
 
 def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
@@ -309,7 +276,7 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
         raise NoMatch("hidden scores are filled with a value that still gets weight")
     if not reading.is_untouched:
         raise NoMatch("its scores are changed after some were hidden")
-    found = _static_masks(mask, statics, not is_where, number)
+    found = read_masks(mask, statics, not is_where, number)
     return scores, replace(reading, scores=_with_masks(reading.scores, found))
 
 

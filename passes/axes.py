@@ -78,7 +78,12 @@ class Offsets:
     order: fx.Node
 
 
-Content = RowNumber | Slot | Keys | Counts | Offsets
+@dataclass(frozen=True)
+class Ancestors:
+    """Integers: at an entry, rows of the entry's token itself and of its ancestors; -1 for none."""
+
+
+Content = RowNumber | Slot | Keys | Counts | Offsets | Ancestors
 
 
 @dataclass(frozen=True)

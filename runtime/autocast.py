@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.attention import tree_attention
+from tree_compile.runtime.sparse_attention import sparse_attention
+from tree_compile.runtime.topk_index import tree_topk_index
 
 
 def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
@@ -20,3 +22,13 @@ def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, *
 def attention_without_autocast(device: str, /, *args: Any, **options: Any) -> Tensor:
     """`tree_attention(*args, **options)` in the dtype of its operands, which autocast would change."""
     return without_autocast(device, tree_attention, *args, **options)
+
+
+def sparse_attention_without_autocast(device: str, /, *args: Any, **options: Any) -> Tensor:
+    """`sparse_attention(*args, **options)` in the dtype of its operands."""
+    return without_autocast(device, sparse_attention, *args, **options)
+
+
+def topk_index_without_autocast(device: str, /, *args: Any) -> Tensor:
+    """`tree_topk_index(*args)` in the dtype of its operands."""
+    return without_autocast(device, tree_topk_index, *args)

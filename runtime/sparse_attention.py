@@ -1,0 +1,237 @@
+"""Attention over the rows that an index list names: gathered in chunks of queries, never T x T."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+__all__ = ["sparse_attention"]
+
+_BUDGET = 1 << 20
+"""Gathered numbers of keys or values that exist at a time, on the CPU: they should stay in its cache."""
+_DEVICE_BUDGET = 1 << 26
+"""The same on other devices, which want large kernels."""
+
+
+class _Inputs(NamedTuple):
+    """Query [Hk, T, group, D], key [Hk, N, D] and value [Hk, N, Dv], or their gradients."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, *, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of every query over the rows that `indices` gives it.
+
+    Under autocast, query, key and value are cast to its dtype, as `scaled_dot_product_attention` does.
+
+    Args:
+        query: [1, Hq, T, D], floating point.
+        key: [1, Hk, N, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
+        value: [1, Hk, N, Dv].
+        indices: int32 or int64 [1, T, K], rows of `key` and `value`, each at most once per query; -1 is nothing, and
+            stands behind all others. Nothing is read or written there.
+        scale: factor on q.k.
+        sinks: [Hq], one more logit per head in the softmax's denominator; receives a gradient.
+
+    Returns:
+        [1, Hq, T, Dv] in the dtype of `query`; 0 where a query has no rows, and with gradient 0. Softmax and sums are
+        computed in float32 at least.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, indices)
+    return sparse_attention_op(query, key, value, indices, sinks, scale)[0]
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> None:
+    shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}, {tuple(indices.shape)}"
+    if query.dim() != 4 or query.shape[0] != 1 or query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"query, key and value do not fit: {shapes}")
+    if query.shape[3] != key.shape[3] or indices.shape[:2] != (1, query.shape[2]):
+        raise ValueError(f"query, key and indices do not fit: {shapes}")
+
+
+@torch.library.custom_op("tree_compile::sparse_attention", mutates_args=())
+def sparse_attention_op(
+    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, sinks: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output [1, Hq, T, Dv] and the log-sum-exp [1, Hq, T] of the scores and the sink."""
+    out, lse = _empty_outputs(query, value)
+    inputs, sink = _grouped(query, key, value), _grouped_sinks(sinks, key.shape[1], lse.dtype)
+    grouped_out, grouped_lse = _per_key_head(out, key.shape[1]), _per_key_head(lse[..., None], key.shape[1])
+    for rows, index in _chunks(indices[0], inputs):
+        scores = _scores(inputs, rows, index, scale)
+        total = scores.logsumexp(-1, keepdim=True)
+        total = total if sink is None else torch.logaddexp(total, sink)
+        grouped_out[:, rows] = _weights(scores, total) @ _take(inputs.value, index)
+        grouped_lse[:, rows] = total
+    return out, lse
+
+
+@sparse_attention_op.register_fake
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(query, value)
+
+
+@torch.library.custom_op("tree_compile::sparse_attention_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks; the last has no entries where there are no sinks."""
+    heads = key.shape[1]
+    inputs = _grouped(query, key, value)
+    totals = _Inputs(*(torch.zeros_like(tensor) for tensor in inputs))
+    grads, outs, lses = (_per_key_head(x, heads).to(lse.dtype) for x in (grad, out, lse[..., None]))
+    for rows, index in _chunks(indices[0], inputs):
+        weights = _weights(_scores(inputs, rows, index, scale), lses[:, rows])
+        part = grads[:, rows]
+        _add(totals.value, index, weights.mT @ part)
+        slope = weights * (part @ _take(inputs.value, index).mT - (part * outs[:, rows]).sum(-1, keepdim=True)) * scale
+        totals.query[:, rows] = slope @ _take(inputs.key, index)
+        _add(totals.key, index, slope.mT @ inputs.query[:, rows])
+    results = _ungrouped(totals, query, key, value)
+    return *results, _sink_gradient(grad, out, lse, sinks)
+
+
+@_backward_op.register_fake
+def _(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor, _i: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks = rest[0]
+    to_sinks = query.new_empty(0) if not isinstance(sinks, Tensor) else torch.empty_like(sinks)
+    return _empty_heads(query, query.shape[3]), torch.empty_like(key), torch.empty_like(value), to_sinks
+
+
+def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, indices, sinks, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, indices, sinks)  # type: ignore[arg-type]
+    ctx.scale = scale  # type: ignore[attr-defined]
+
+
+def _differentiate(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    *grads, to_sinks = _backward_op(grad, *saved, ctx.scale)  # type: ignore[attr-defined]
+    return *grads, None, to_sinks if saved[6] is not None else None, None
+
+
+sparse_attention_op.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+class _Index(NamedTuple):
+    """Rows to take, int64 [n, K], and whether they stand for nothing, bool [n, K]."""
+
+    rows: Tensor
+    empty: Tensor
+
+
+def _chunks(indices: Tensor, inputs: _Inputs) -> Iterator[tuple[slice, _Index]]:
+    """The queries in chunks, with the rows that they read; what stands for nothing is read as the first row."""
+    heads, _, width = inputs.key.shape
+    on_cpu = indices.device.type == "cpu"
+    numbers = heads * indices.shape[1] * max(width, inputs.value.shape[2])
+    count = max(1, (_BUDGET if on_cpu else _DEVICE_BUDGET) // max(1, numbers))
+    for start in range(0, len(indices), count):
+        some = indices[start : start + count].long()
+        if on_cpu:
+            some = some[:, : max(1, int((some >= 0).sum(1).max()))]
+        empty = some < 0
+        yield slice(start, start + len(some)), _Index(torch.where(empty, some[:, :1].clamp(min=0), some), empty)
+
+
+def _scores(inputs: _Inputs, rows: slice, index: _Index, scale: float) -> Tensor:
+    """[Hk, n, group, K], -inf where there is nothing."""
+    scores = scale * (inputs.query[:, rows] @ _take(inputs.key, index).mT)
+    return scores.masked_fill_(index.empty[:, None], -torch.inf)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse))
+
+
+def _take(tensor: Tensor, index: _Index) -> Tensor:
+    """Rows of [Hk, N, width] for every query: [Hk, n, K, width]."""
+    flat = _of_every_head(tensor, index)
+    return tensor.flatten(0, 1).index_select(0, flat).view(len(tensor), *index.rows.shape, -1)
+
+
+def _add(total: Tensor, index: _Index, part: Tensor) -> None:
+    """Adds [Hk, n, K, width] to the rows of [Hk, N, width]."""
+    total.view(-1, total.shape[2]).index_add_(0, _of_every_head(total, index), part.flatten(0, 2))
+
+
+def _of_every_head(tensor: Tensor, index: _Index) -> Tensor:
+    """Row numbers in [Hk * N], int64 [Hk * n * K]."""
+    first = torch.arange(len(tensor), device=tensor.device) * tensor.shape[1]
+    return (first[:, None, None] + index.rows).flatten()
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> _Inputs:
+    dtype = _computed_in(query)
+    return _Inputs(
+        _per_key_head(query, key.shape[1]).to(dtype).contiguous(),
+        key[0].to(dtype).contiguous(),
+        value[0].to(dtype).contiguous(),
+    )
+
+
+def _per_key_head(tensor: Tensor, heads: int) -> Tensor:
+    """[1, Hq, T, width] as [Hk, T, group, width]."""
+    return tensor[0].unflatten(0, (heads, tensor.shape[1] // heads)).transpose(1, 2)
+
+
+def _grouped_sinks(sinks: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+    return None if sinks is None else sinks.to(dtype).view(heads, 1, -1, 1)
+
+
+def _ungrouped(totals: _Inputs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    to_query = _empty_heads(query, query.shape[3])
+    to_query[0] = totals.query.transpose(1, 2).flatten(0, 1)
+    return to_query, totals.key[None].to(key.dtype), totals.value[None].to(value.dtype)
+
+
+def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Gradient [Hq] of logits that take part in the softmax with a value of 0."""
+    if sinks is None:
+        return grad.new_empty(0)
+    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse[0])
+    return -(weight * (grad[0] * out[0]).sum(-1, dtype=lse.dtype)).sum(-1).to(sinks.dtype)
+
+
+def _computed_in(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=_computed_in(query))
+    return _empty_heads(query, value.shape[3]), lse
+
+
+def _empty_heads(like: Tensor, width: int) -> Tensor:
+    """[1, heads, T, width], with a token's heads side by side: models flatten them next, or come from there."""
+    batch, heads, tokens, _ = like.shape
+    return like.new_empty(batch, tokens, heads, width).transpose(1, 2)

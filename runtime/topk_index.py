@@ -1,0 +1,154 @@
+"""Which ancestors an indexer keeps for every query: scored against its own path alone, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.attention_schedule import Segment
+
+__all__ = ["tree_topk_index"]
+
+BLOCK = 16
+"""Queries of one segment that are scored together against what stands above all of them."""
+
+_BUDGET = 1 << 22
+"""Scores of all heads, or numbers of gathered queries, that exist at a time."""
+
+
+class _Block(NamedTuple):
+    """Query rows [start, end) of one segment, and the rows above the first of them on its path, int64."""
+
+    start: int
+    end: int
+    above: Tensor
+
+
+def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Tensor:
+    """The `k` ancestors, itself included, that score highest for every token; no other token is ever scored.
+
+    The score of query row t and key row s is `sum_h weights[t, h] * relu(query[t, h] . key[s])`, the lightning indexer
+    of DeepSeek-V3.2 (arXiv 2512.02556), in the dtype of `query`. Where no more than `k` can be seen all are kept, and
+    none is scored. Beside inputs and result there are never more numbers than 4 * 2^22, `BLOCK` for every token, and
+    `BLOCK` * (4 + D) for every token of the longest path: no T x T.
+
+    Args:
+        query: [1, T, H, D], floating point.
+        key: [1, T, D].
+        weights: [1, T, H].
+        segments: int64 on the CPU, [S, 5], as `tree_attention` takes them.
+        k: how many to keep.
+
+    Returns:
+        int32 [1, T, k]: row numbers, ascending in each query; -1 behind the last where there are fewer. Among equal
+        scores the earlier token goes first, and NaN scores highest. Nothing is differentiated through it. A padding
+        row keeps nothing.
+
+    Raises:
+        ValueError: shapes or devices do not fit together.
+    """
+    _check(query, key, weights, segments)
+    return topk_index_op(query.detach(), key.detach(), weights.detach(), segments, k)
+
+
+def _check(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor) -> None:
+    shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(weights.shape)}"
+    if query.dim() != 4 or key.shape != (1, query.shape[1], query.shape[3]) or weights.shape != query.shape[:3]:
+        raise ValueError(f"query, key and weights must be [1, T, H, D], [1, T, D] and [1, T, H], not {shapes}")
+    if segments.device.type != "cpu":
+        raise ValueError(f"segments must be on the CPU, which reads them, and not on {segments.device}")
+
+
+@torch.library.custom_op("tree_compile::topk_index", mutates_args=())
+def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Tensor:
+    """`tree_topk_index` of tensors without gradients."""
+    query, key, weights = query[0], key[0], weights[0]
+    kept = query.new_full((1, len(query), k), -1, dtype=torch.int32)
+    near = _scores_in_blocks(query, key, weights, segments)
+    for start, end, above in _blocks(segments):
+        rows = slice(start, end)
+        visible = _visible(len(above), end - start, key.device)
+        if len(above) + end - start > k:
+            far = _scores(query[rows], key.index_select(0, above.to(key.device)), weights[rows])
+            scores = torch.cat([far, near[rows, : end - start]], 1)
+            visible = _highest(scores.masked_fill_(~visible, -torch.inf), k) & visible
+        keys = torch.cat([above, torch.arange(start, end)]).to(key.device, torch.int32)
+        _write(kept[0, rows], visible, keys)
+    return kept
+
+
+@topk_index_op.register_fake
+def _(query: Tensor, _key: Tensor, _weights: Tensor, _segments: Tensor, k: int) -> Tensor:
+    return query.new_empty((1, query.shape[1], k), dtype=torch.int32)
+
+
+def _blocks(segments: Tensor) -> Iterator[_Block]:
+    """All rows in order, block by block; no block leaves its segment."""
+    table = [Segment(*entry) for entry in segments.tolist()]
+    path = np.zeros(max(s.position + s.end - s.start for s in table), np.int64)
+    for start, end, _, _, position in table:
+        path[position : position + end - start] = np.arange(start, end)
+        for row in range(start, end, BLOCK):
+            above = torch.from_numpy(path[: position + row - start].copy())
+            yield _Block(row, min(end, row + BLOCK), above)
+
+
+def _visible(above: int, own: int, device: torch.device) -> Tensor:
+    """bool [own, above + own]: a query of a block sees all that is above it, and its own block causally."""
+    return torch.ones(own, above + own, dtype=torch.bool, device=device).tril(above)
+
+
+def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Scores [n, m] of query [n, H, D] with weights [n, H] and key [m, D], for as many keys at a time as fit."""
+    heads = query.flatten(0, 1)
+    parts = [
+        _weighed(torch.relu_(heads @ some.T).view(*weights.shape, -1), weights)
+        for some in key.split(max(1, _BUDGET // len(heads)))
+    ]
+    return torch.cat(parts, 1) if len(parts) != 1 else parts[0]
+
+
+def _weighed(scores: Tensor, weights: Tensor) -> Tensor:
+    """The sum over heads [n, m] of scores [n, H, m]."""
+    return torch.bmm(weights.unsqueeze(1), scores).squeeze(1)
+
+
+def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor) -> Tensor:
+    """Scores [T, BLOCK] of every row with the rows of its own block that it sees; 0 elsewhere.
+
+    All queries at the same place in their blocks see equally many rows, so no pair is scored in vain.
+    """
+    near = query.new_zeros(len(query), BLOCK)
+    starts, sizes = _starts(segments).to(query.device).unbind(1)
+    for place in range(BLOCK):
+        for some in starts[sizes > place].split(max(1, _BUDGET // query[0].numel())):
+            rows, own = some + place, some[:, None] + torch.arange(place + 1, device=query.device)
+            scores = torch.relu_(torch.bmm(query[rows], key[own].mT))
+            near[rows, : place + 1] = _weighed(scores, weights[rows])
+    return near
+
+
+def _starts(segments: Tensor) -> Tensor:
+    """The first row and the number of rows of every block, int64 [blocks, 2]."""
+    found = [(row, min(end - row, BLOCK)) for start, end, *_ in segments.tolist() for row in range(start, end, BLOCK)]
+    return torch.tensor(found).view(-1, 2)
+
+
+def _highest(scores: Tensor, k: int) -> Tensor:
+    """bool [n, m]: the `k` highest scores of each row, the first ones among equals."""
+    scores = scores.masked_fill(scores.isnan(), torch.inf)
+    least = scores.topk(k).values[:, -1:]
+    higher, equal = scores > least, scores == least
+    wanted = k - higher.sum(1, keepdim=True)
+    return higher | (equal & (equal.cumsum(1) <= wanted))
+
+
+def _write(kept: Tensor, chosen: Tensor, keys: Tensor) -> None:
+    """Writes the chosen `keys` [m] of each row of `chosen` [n, m] to the front of `kept` [n, k]."""
+    rows, columns = chosen.nonzero(as_tuple=True)
+    place = chosen.cumsum(1)[rows, columns] - 1
+    kept[rows, place] = keys[columns]

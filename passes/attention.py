@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -30,6 +31,8 @@ from tree_compile.passes.attention_patterns import (
 )
 from tree_compile.passes.choices import Choices
 from tree_compile.passes.finding import Finding
+from tree_compile.passes.gathered import insert_sparse_attention, is_softmax_over_chosen, match_gathered
+from tree_compile.passes.indexer import topk_of
 from tree_compile.passes.masks import ChangesWithLength, NoMatch
 from tree_compile.passes.pair_tables import (
     NotCausal,
@@ -49,6 +52,7 @@ from tree_compile.runtime.attention import tree_attention
 from tree_compile.runtime.sparse_attention import sparse_attention
 
 aten = torch.ops.aten
+_SPARSE = "sparse_attention over the keys that an indexer chose"
 _SDPA = aten.scaled_dot_product_attention.default
 
 
@@ -76,6 +80,8 @@ class RewriteAttention:
                 findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), choices))
             elif node.op == "call_function" and is_score_softmax(node, symbol):
                 findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), choices))
+            elif node.op == "call_function" and is_softmax_over_chosen(node, symbol):
+                findings.append(self._replace_gathered(node, symbol, choices))
         return (*choices.findings, *findings)
 
     def _match(self, matcher: Any, node: fx.Node) -> AttentionMatch:
@@ -98,6 +104,22 @@ class RewriteAttention:
         graph.erase_node(match.output)
         became = _description(match.scores, form)
         return Finding("attention", became, source_line(match.output), module_path(match.output))
+
+    def _replace_gathered(self, softmax: fx.Node, symbol: sympy.Symbol, choices: Choices) -> Finding:
+        try:
+            match = match_gathered(softmax, self.statics, symbol)
+            if match.dropout:
+                raise _dropout(match.dropout, source_line(softmax))
+            indices, output = choices.indices(match.key.topk), match.output.node
+            with softmax.graph.inserting_before(output):
+                replacement = insert_sparse_attention(softmax.graph, match, indices)
+        except ChangesWithLength as error:
+            raise _length_dependent(softmax, str(error)) from None
+        except NoMatch as error:
+            raise _unknown_form(softmax, str(error)) from None
+        output.replace_all_uses_with(replacement)
+        softmax.graph.erase_node(output)
+        return Finding("attention", _SPARSE, source_line(output), module_path(output))
 
     # What is visible
 
@@ -184,7 +206,7 @@ class RewriteAttention:
         try:
             if form != PairForm(Visibility()) or scores.softcap or scores.key_biases:
                 raise NoMatch("its keys are chosen by an indexer, beside a window, a softcap or a bias")
-            return choices.indices(scores.chosen)
+            return choices.indices(topk_of(scores.chosen))
         except ChangesWithLength as error:
             raise _length_dependent(match.output, str(error)) from None
         except NoMatch as error:
@@ -293,7 +315,7 @@ def _total(graph: fx.Graph, terms: list[fx.Node]) -> fx.Node | None:
 
 
 def _description(scores: Scores, form: PairForm) -> str:
-    parts = ["tree_attention" if scores.chosen is None else "sparse_attention over the keys that an indexer chose"]
+    parts = ["tree_attention" if scores.chosen is None else _SPARSE]
     if form.visibility is None:
         parts.append("mask without a closed form, gathered as T x T")
     else:

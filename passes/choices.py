@@ -11,7 +11,7 @@ from torch import fx
 from tree_compile.passes.attention_patterns import Scores
 from tree_compile.passes.axes import TOKENS, Ancestors, Mixes, Value
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.indexer import how_many, operands, read_index_scores, topk_of
+from tree_compile.passes.indexer import how_many, operands, read_index_scores
 from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility
 from tree_compile.passes.plan_inputs import plan_input
@@ -38,13 +38,12 @@ class Choices:
     findings: list[Finding] = field(default_factory=list)
     _made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def indices(self, chosen: fx.Node) -> fx.Node:
-        """The ancestors that every query keeps, int32 [1, T, k] with -1 for none, for `chosen` of a mask.
+    def indices(self, topk: fx.Node) -> fx.Node:
+        """The ancestors that every query keeps of a selection, int32 [1, T, k] with -1 for none.
 
         Raises:
             NoMatch: they are not chosen by the scores of an indexer from all tokens up to the query.
         """
-        topk = topk_of(chosen)
         if topk not in self._made:
             self._made[topk] = self._make(topk)
         return self._made[topk]

@@ -88,7 +88,13 @@ def same_numbers(given: Roles) -> Roles | None:
     """What a node has from its only input in another shape or dtype; None where it does something else."""
     node: Any = given.node
     mover = _MOVERS.get(node.target)
-    return None if mover is None else given.moved(node.args[0], mover(node, list(given.names)))
+    if mover is None or (node.target is aten.slice.Tensor and _sizes(node) != _sizes(node.args[0])):
+        return None
+    return given.moved(node.args[0], mover(node, list(given.names)))
+
+
+def _sizes(node: Any) -> list[Any]:
+    return [size_expression(size) for size in shape_of(node)]
 
 
 def _squeezed(node: Any, names: list[str]) -> list[str]:
@@ -130,7 +136,7 @@ _MOVERS: dict[Any, Callable[[Any, list[str]], list[str]]] = {
     **dict.fromkeys(
         (
             aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.clone.default, aten.alias.default,
-            aten.detach.default,
+            aten.detach.default, aten.slice.Tensor,
         ),
         _kept,
     ),

@@ -1,0 +1,330 @@
+"""Attention over gathered keys, as it stands in captured graphs: the rows that an indexer chose for every query.
+
+Index scores -> causal mask -> top k -> gather of those rows -> scores, with the later ones hidden -> softmax -> sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tree_compile.passes.indexer import topk_of
+from tree_compile.passes.masks import NoMatch
+from tree_compile.passes.nodes import arguments, shown_name
+from tree_compile.passes.pair_tables import HIDDEN_BELOW
+from tree_compile.passes.roles import Roles, factor_of, laid_out, number_of, product, same_numbers
+from tree_compile.passes.shapes import call, in_dtype, inherited, is_tensor, shape_of, size_expression
+from tree_compile.passes.static_values import StaticValues, Table
+from tree_compile.runtime.sparse_attention import sparse_attention
+
+aten = torch.ops.aten
+
+
+_MANY = 1 << 40
+
+
+@dataclass(frozen=True)
+class GatheredMatch:
+    """One attention over gathered keys.
+
+    Attributes:
+        output: the node that is replaced, with the roles of its dimensions.
+        query: the queries.
+        key, value: the rows that are gathered.
+        scale: factor on q.k.
+        dropout: probability of dropping an attention weight.
+    """
+
+    output: Roles
+    query: Roles
+    key: _Rows
+    value: _Rows
+    scale: float
+    dropout: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows `[…, tokens, width]` of `source`, features [start, end), gathered by `topk`."""
+
+    source: fx.Node
+    topk: fx.Node
+    start: int
+    end: int
+
+
+def is_softmax_over_chosen(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether `node` is a softmax over as many entries as there are tokens, or a fixed number where that is less."""
+    if node.target not in (aten.softmax.int, aten._softmax.default) or not is_tensor(node):
+        return False
+    sizes = [size_expression(size) for size in shape_of(node)]
+    is_last: Any = node.args[1]
+    return (
+        int(is_last) % len(sizes) == len(sizes) - 1
+        and sizes[-1].subs(symbol, _MANY) < _MANY
+        and symbol in sizes[:-1]
+        and bool(sizes[-1].free_symbols)
+    )
+
+
+def match_gathered(softmax: fx.Node, statics: StaticValues, symbol: sympy.Symbol) -> GatheredMatch:
+    """Reads the attention around a softmax over chosen keys.
+
+    Raises:
+        NoMatch: it has a step that is not known.
+    """
+    weights = Roles(softmax, tuple(_names(softmax, symbol)))
+    scores, scale, hides_later_of = weights.moved(softmax.args[0], weights.names), 1.0, None
+    while (found := product(scores)) is None:
+        node: Any = scores.node
+        if (above := same_numbers(scores)) is not None:
+            scores = above
+        elif (factor := factor_of(node, statics)) is not None:
+            scores, scale = scores.moved(node.args[0], scores.names), scale * factor
+        else:
+            scores, hides_later_of = _unmasked(scores, statics)
+    query, keys = found if "slot" in found[1].names else found[::-1]
+    output, values, dropout = _weighed_values(weights)
+    key, value = _rows(keys), _rows(values)
+    if not key.topk is value.topk is hides_later_of:
+        raise NoMatch("keys that lie after the query are not hidden by chosen > position, or not those that it weighs")
+    return GatheredMatch(output, query, key, value, scale, dropout)
+
+
+def _names(softmax: fx.Node, symbol: sympy.Symbol) -> list[str]:
+    *sizes, _ = (size_expression(size) for size in shape_of(softmax))
+    names = ["query" if size == symbol else "" if size == 1 else "head" for size in sizes]
+    if names.count("query") != 1 or names.count("head") > 1:
+        raise NoMatch("its weights have other dimensions than queries, heads and chosen keys")
+    return [*names, "slot"]
+
+
+# What hides keys after the query
+
+
+def _unmasked(scores: Roles, statics: StaticValues) -> tuple[Roles, fx.Node]:
+    """Scores before those of keys after the query were hidden, and the selection whose keys those are."""
+    node: Any = scores.node
+    if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        above, mask, fill, hides = node.args[0], node.args[1], node.args[2], True
+    elif node.target in (aten.where.self, aten.where.ScalarOther):
+        above, mask, fill, hides = node.args[1], node.args[0], node.args[2], False
+    else:
+        raise NoMatch(f"the step {shown_name(node)} between its chosen keys and the softmax is not known")
+    number = number_of(fill, statics)
+    if number is None or number > HIDDEN_BELOW:
+        raise NoMatch("hidden scores are filled with a value that still gets weight")
+    return scores.moved(above, scores.names), _hides_later(_broadcast(scores, mask), hides, statics)
+
+
+def _broadcast(result: Roles, operand: Any) -> Roles:
+    """An operand of an elementwise node."""
+    sizes = shape_of(operand)
+    names = result.names[len(result.names) - len(sizes) :]
+    return result.moved(operand, ["" if size_expression(s) == 1 else n for s, n in zip(sizes, names, strict=True)])
+
+
+def _hides_later(mask: Roles, hides: bool, statics: StaticValues) -> fx.Node:
+    """The selection whose keys a mask hides just where they lie after the query."""
+    node: Any = mask.node
+    while node.target not in _COMPARISONS:
+        if node.target in (aten.bitwise_not.default, aten.logical_not.default):
+            mask, hides = mask.moved(node.args[0], mask.names), not hides
+        elif (above := same_numbers(mask)) is not None:
+            mask = above
+        else:
+            raise NoMatch("what hides its chosen keys is not whether they lie after the query")
+        node = mask.node
+    is_later, first = _COMPARISONS[node.target]
+    chosen, position = (_broadcast(mask, argument) for argument in node.args)
+    if _first_position(position, statics) is None:
+        chosen, position, is_later, first = position, chosen, not is_later, 1 - first
+    if _first_position(position, statics) != first or is_later is not hides:
+        raise NoMatch("what hides its chosen keys is not whether they lie after the query")
+    return _selection(chosen)
+
+
+def _first_position(given: Roles, statics: StaticValues) -> int | None:
+    """n where `given` is n + the position of the query; None where it is something else."""
+    while given.node not in statics.kinds:
+        above = same_numbers(given)
+        if above is None:
+            return None
+        given = above
+    kind = statics.kinds[given.node]
+    return kind.first if isinstance(kind, Table) and given.names[kind.dim] == "query" else None
+
+
+_COMPARISONS = {
+    aten.gt.Tensor: (True, 0), aten.ge.Tensor: (True, 1), aten.lt.Tensor: (False, 1), aten.le.Tensor: (False, 0),
+}  # fmt: skip
+"""Whether `chosen ? first + position` is true for keys after the query, and for which `first`."""
+
+
+def _selection(index: Roles) -> fx.Node:
+    """The selection whose numbers, for every query and slot, `index` has."""
+    while index.node.target not in (operator.getitem, aten.topk.default):
+        node: Any = index.node
+        if node.target is aten.select.int and size_expression(shape_of(node.args[0])[node.args[1]]) == 1:
+            names = list(index.names)
+            names.insert(int(node.args[1]) % (len(names) + 1), "")
+            index = index.moved(node.args[0], names)
+        elif (above := same_numbers(index)) is not None:
+            index = above
+        else:
+            raise NoMatch(f"its keys are chosen by {shown_name(node)}, not by the highest scores of an indexer")
+    if [name for name in index.names if name] != ["query", "slot"]:
+        raise NoMatch("its chosen keys are not one list for every query")
+    return topk_of(index.node)
+
+
+# What is gathered
+
+
+def _rows(given: Roles) -> _Rows:
+    """The rows that `given`, with the roles "query", "slot" and "width", has gathered."""
+    start, end = 0, int(shape_of(given.node)[given.names.index("width")])
+    while True:
+        node: Any = given.node
+        if (reader := _GATHERS.get(node.target)) is not None:
+            if [name for name in given.names if name] != ["query", "slot", "width"] or given.names[-1] != "width":
+                raise NoMatch("its gathered keys are not one list for every query")
+            source, topk = reader(given)
+            return _Rows(source, topk, start, end)
+        if (above := same_numbers(given)) is None:
+            above, offset = _part(given)
+            start, end = start + offset, end + offset
+        given = above
+
+
+def _part(given: Roles) -> tuple[Roles, int]:
+    """All features of rows of which `given` has some, and the first that it has."""
+    node: Any = given.node
+    width = given.names.index("width")
+    if node.target is aten.slice.Tensor:
+        named = arguments(node)
+        if named["dim"] % len(given.names) == width and named["step"] == 1 and isinstance(named["start"] or 0, int):
+            return given.moved(node.args[0], given.names), (named["start"] or 0) % int(shape_of(node.args[0])[width])
+    if node.target is operator.getitem and node.args[0].target in (aten.split_with_sizes.default, aten.split.Tensor):
+        named = arguments(node.args[0])
+        if named["dim"] % len(given.names) == width:
+            before = node.args[0].meta["val"][: node.args[1]]
+            return given.moved(named["self"], given.names), sum(int(part.shape[width]) for part in before)
+    raise NoMatch(f"its keys come from {shown_name(node)}, not from a gather of the rows that an indexer chose")
+
+
+def _indexed(given: Roles) -> tuple[fx.Node, fx.Node]:
+    """x[…, chosen], where the dimensions of x before its tokens have size one."""
+    node: Any = given.node
+    source, indices = node.args
+    sizes = shape_of(source)
+    if len(indices) != len(sizes) - 1 or any(size_expression(size) != 1 for size in sizes[:-2]):
+        raise NoMatch("its chosen keys are indexed in a way that is not known")
+    names = [name for name in given.names if name in ("query", "slot")]
+    return source, _selection(given.moved(indices[-1], names))
+
+
+def _gathered(given: Roles) -> tuple[fx.Node, fx.Node]:
+    """x.unsqueeze(1).expand(-1, T, -1, -1).gather(2, chosen[..., None].expand(…, width))."""
+    named, names = arguments(given.node), list(given.names)
+    if named["dim"] % len(names) != names.index("slot"):
+        raise NoMatch("its chosen keys are gathered along something else than the tokens")
+    rows = given.moved(named["self"], names)
+    while "query" in rows.names:
+        above = same_numbers(rows)
+        if above is None:
+            raise NoMatch("its chosen keys are gathered from rows that differ from query to query")
+        rows = above
+    if list(rows.names[-2:]) != ["slot", "width"]:
+        raise NoMatch("its chosen keys are gathered in a way that is not known")
+    index = given.moved(named["index"], names)
+    while "width" in index.names and (above := same_numbers(index)) is not None:
+        index = above
+    return rows.node, _selection(index)
+
+
+_GATHERS: dict[Any, Callable[[Roles], tuple[fx.Node, fx.Node]]] = {
+    aten.index.Tensor: _indexed,
+    aten.gather.default: _gathered,
+}
+
+
+# From the softmax down
+
+
+def _weighed_values(weights: Roles) -> tuple[Roles, Roles, float]:
+    """The sum of values, the gathered values, and the dropout of the weights."""
+    dropout = 0.0
+    while True:
+        (user, *others) = weights.node.users
+        if others:
+            raise NoMatch("its weights are used for something else than the values")
+        if user.target is aten.dropout.default:
+            given = arguments(user)
+            dropout = max(dropout, float(given["p"]) if given["train"] else 0.0)
+        elif user.target not in (aten.to.dtype, aten.contiguous.default):
+            return *_sum_of_values(weights, user), dropout
+        weights = Roles(user, weights.names)
+
+
+def _sum_of_values(weights: Roles, output: Any) -> tuple[Roles, Roles]:
+    names = _names_of_sum(weights, output)
+    found = product(Roles(output, names), "slot")
+    if found is None or found[0].node is found[1].node or weights.node not in (found[0].node, found[1].node):
+        raise NoMatch(f"its weights go into {shown_name(output)}, not into a product with values")
+    first, second = found
+    mine, values = (first, second) if first.node is weights.node else (second, first)
+    if mine.names != weights.names:
+        raise NoMatch("its weights are multiplied along something else than the chosen keys")
+    return Roles(output, names), values
+
+
+def _names_of_sum(weights: Roles, output: Any) -> tuple[str, ...]:
+    if output.target is not aten.einsum.default:
+        return (*weights.names[:-1], "width")
+    inputs, _, result = str(output.args[0]).replace(" ", "").partition("->")
+    mine = inputs.split(",")[list(output.args[1]).index(weights.node)]
+    if len(mine) != len(weights.names):
+        raise NoMatch(f"the einsum {output.args[0]} of weights and values is not known")
+    names = dict(zip(mine, weights.names, strict=True))
+    return tuple(names.get(letter, "width") for letter in result)
+
+
+# The new nodes
+
+
+def insert_sparse_attention(graph: fx.Graph, match: GatheredMatch, indices: fx.Node) -> fx.Node:
+    """Inserts `sparse_attention` in the place of `match.output`; returns the node with its shape.
+
+    Raises:
+        NoMatch: an operand has other dimensions than tokens, heads and width.
+    """
+    output, meta = match.output, match.output.node.meta
+    query = laid_out(graph, match.query, ("head", "query", "width"), meta, 1)
+    key, value = (_rows_in_one_head(graph, rows, meta) for rows in (match.key, match.value))
+    dtype = functools.reduce(torch.promote_types, (node.meta["val"].dtype for node in (query, key, value)))
+    operands = [in_dtype(graph, node, dtype) for node in (query, key, value)]
+    node = graph.call_function(sparse_attention, (*operands, indices), {"scale": match.scale})
+    node.meta = inherited(meta)
+    node.meta["val"] = operands[0].meta["val"].new_empty((*shape_of(query)[:-1], shape_of(value)[-1]))
+    node = in_dtype(graph, node, meta["val"].dtype)
+    order = [("head", "query", "width").index(name) + 1 for name in output.names if name]
+    missing = [dim for dim in range(4) if dim not in order]
+    node = call(graph, aten.permute.default, (node, missing + order), meta)
+    shape = [size if isinstance(size, int) else -1 for size in shape_of(output.node)]
+    return call(graph, aten.reshape.default, (node, shape), meta)
+
+
+def _rows_in_one_head(graph: fx.Graph, rows: _Rows, meta: dict[str, Any]) -> fx.Node:
+    width = int(shape_of(rows.source)[-1])
+    node = rows.source
+    if (rows.start, rows.end) != (0, width):
+        node = call(graph, aten.slice.Tensor, (node, -1, rows.start, rows.end), meta)
+    return call(graph, aten.reshape.default, (node, [1, 1, -1, rows.end - rows.start]), meta)

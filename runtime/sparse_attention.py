@@ -114,8 +114,7 @@ def _backward_op(
         slope = weights * (part @ _take(inputs.value, index).mT - (part * outs[:, rows]).sum(-1, keepdim=True)) * scale
         totals.query[:, rows] = slope @ _take(inputs.key, index)
         _add(totals.key, index, slope.mT @ inputs.query[:, rows])
-    results = _ungrouped(totals, query, key, value)
-    return *results, _sink_gradient(grad, out, lse, sinks)
+    return *_ungrouped(totals, query, key, value), _sink_gradient(grad, out, lse, sinks)
 
 
 @_backward_op.register_fake
@@ -123,8 +122,9 @@ def _(
     _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _lse: Tensor, _i: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sinks = rest[0]
-    to_sinks = query.new_empty(0) if not isinstance(sinks, Tensor) else torch.empty_like(sinks)
-    return _empty_heads(query, query.shape[3]), torch.empty_like(key), torch.empty_like(value), to_sinks
+    to_sinks = torch.empty_like(sinks) if isinstance(sinks, Tensor) else query.new_empty(0)
+    to_query, to_key, to_value = (_empty_heads(tensor, tensor.shape[3]) for tensor in (query, key, value))
+    return to_query, to_key, to_value, to_sinks
 
 
 def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -208,10 +208,12 @@ def _grouped_sinks(sinks: Tensor | None, heads: int, dtype: torch.dtype) -> Tens
     return None if sinks is None else sinks.to(dtype).view(heads, 1, -1, 1)
 
 
-def _ungrouped(totals: _Inputs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    to_query = _empty_heads(query, query.shape[3])
+def _ungrouped(totals: _Inputs, *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [1, heads, N, width] in the dtype and layout of `like`."""
+    to_query, to_key, to_value = (_empty_heads(tensor, tensor.shape[3]) for tensor in like)
     to_query[0] = totals.query.transpose(1, 2).flatten(0, 1)
-    return to_query, totals.key[None].to(key.dtype), totals.value[None].to(value.dtype)
+    to_key[0], to_value[0] = totals.key, totals.value
+    return to_query, to_key, to_value
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:

@@ -1,0 +1,123 @@
+"""Attention over the keys that an indexer chose: outputs and all gradients equal those of the unpacked model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from tests.differential.comparison import (
+    gradient_difference,
+    output_difference,
+    packed,
+    packed_without_rewrite,
+    require_exact,
+    unpacked,
+)
+from tests.differential.double import InDouble
+from tests.differential.trees import Sequences, deep_sequences, long_sequences, random_sequences
+from tree_compile import TreeModel, plan_rows, treecompile
+from tree_compile.models.sparse_mla import SparseMLA, SparseMLAConfig
+from tree_compile.tiny import tiny_model
+
+TOLERANCE = 1e-9
+FLOAT32_TOLERANCE = 2e-5
+VOCABULARY = 128
+
+
+def sparse_mla() -> nn.Module:
+    torch.manual_seed(0)
+    model = SparseMLA(SparseMLAConfig(vocab_size=VOCABULARY, width=64, hidden=96, chosen=8))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def family(model_type: str, **settings: object) -> Callable[[], nn.Module]:
+    """Of every query's keys 8 are chosen, by the scores of 32 heads: few heads would often all be cut off at 0."""
+    return lambda: tiny_model(model_type, experts_implementation="batched_mm", index_n_heads=32, **settings)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "deepseek_v32": family("deepseek_v32"),
+    "deepseek_v32 without scaled_dot_product_attention": family("deepseek_v32", attn_implementation="eager"),
+    "glm_moe_dsa with layers that take the choice of another": family(
+        "glm_moe_dsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"]
+    ),
+    "hy_v4 with sinks": family("hy_v4"),
+    "axk2": family("axk2"),
+    "sparse_mla": sparse_mla,
+}
+TREES: dict[str, tuple[Sequences, int | None]] = {
+    "a random tree": (random_sequences(1, VOCABULARY), None),
+    "another random tree in several rows": (random_sequences(2, VOCABULARY), 80),
+    "a trunk with leaves at depth 8": (deep_sequences(3, VOCABULARY), None),
+    "long segments": (long_sequences(1, VOCABULARY), None),
+    "branches of one token": ([[5] * 30 + [number] for number in range(9)] + [[7], [5, 6]], None),
+}
+
+
+@cache
+def tree_model_of(name: str) -> TreeModel:
+    """Captured once for all trees; rows are planned by the tests."""
+    with InDouble():
+        tree_model = treecompile(FAMILIES[name]().double(), backend="eager")
+        tree_model([[1, 2, 3]])
+    return tree_model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tree", TREES)
+def test_outputs_and_gradients_equal_the_unpacked_model_in_float64(name: str, tree: str) -> None:
+    sequences, row_tokens = TREES[tree]
+    tree_model, plan = tree_model_of(name), plan_rows(sequences, row_tokens, min_shared_tokens=1)
+    assert plan.packed_tokens < plan.input_tokens
+    assert len(plan.rows) > 1 or row_tokens is None
+    with InDouble():
+        require_exact(tree_model, plan, sequences, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_single_sequences_single_tokens_and_padding_equal_the_unpacked_model(name: str) -> None:
+    tree_model = tree_model_of(name)
+    for sequences in ([[3, 1, 4, 1, 5, 9] * 7], [[7]], [[7], [7], [8]]):
+        padded = plan_rows(sequences, 50, min_shared_tokens=1, pad_rows=True)
+        with InDouble():
+            reference = unpacked(tree_model.unpacked, sequences)
+            for plan in (plan_rows(sequences, min_shared_tokens=1), padded):
+                result = packed(tree_model, plan)
+                assert output_difference(reference, result) < TOLERANCE
+                assert gradient_difference(reference, result) < TOLERANCE
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 1_000])
+def test_any_number_of_chosen_keys_equals_the_unpacked_model(chosen: int) -> None:
+    sequences = random_sequences(4, VOCABULARY)
+    with InDouble():
+        model = tiny_model("deepseek_v32", index_topk=chosen, index_n_heads=32, experts_implementation="batched_mm")
+        tree_model = treecompile(model.double(), min_shared_tokens=1, backend="eager")
+        plan = tree_model.plan(sequences)
+        reference, result = unpacked(model, sequences), packed(tree_model, plan)
+    assert output_difference(reference, result) < TOLERANCE
+    assert gradient_difference(reference, result) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "sparse_mla"])
+def test_compiled_blocks_equal_the_unpacked_model(name: str) -> None:
+    sequences = random_sequences(5, VOCABULARY)
+    model = FAMILIES[name]()
+    tree_model = treecompile(model, 200, min_shared_tokens=1, backend="inductor")
+    reference, result = unpacked(model, sequences), packed(tree_model, sequences)
+    without_rewrite = packed_without_rewrite(model, tree_model.plan(sequences))
+    assert output_difference(reference, result) < FLOAT32_TOLERANCE
+    assert gradient_difference(reference, result) < 10 * FLOAT32_TOLERANCE
+    assert output_difference(reference, without_rewrite) > 100 * FLOAT32_TOLERANCE
+
+
+def test_explanation_names_the_indexers_and_their_attentions() -> None:
+    lines = str(tree_model_of("glm_moe_dsa with layers that take the choice of another").explain())
+    assert lines.count("tree_topk_index, 8 of every token's ancestors") == 2
+    assert lines.count("sparse_attention over the keys that an indexer chose") == 4

@@ -1,0 +1,228 @@
+"""Selection among ancestors and attention over what was selected, against their definitions over all pairs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.differential.trees import long_sequences, random_sequences
+from tree_compile import Row, plan_rows
+from tree_compile.runtime import topk_index
+from tree_compile.runtime.attention_reference import visible_pairs
+from tree_compile.runtime.sparse_attention import sparse_attention, sparse_attention_op
+from tree_compile.runtime.topk_index import topk_index_op, tree_topk_index
+
+
+def row_of(seed: int) -> Row:
+    return plan_rows(random_sequences(seed, 8), min_shared_tokens=1).rows[0]
+
+
+def segments_of(row: Row) -> Tensor:
+    return torch.from_numpy(row.segments)
+
+
+def index_inputs(row: Row, heads: int, width: int, seed: int, *, few_values: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of which few differ give many equal scores."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (1, len(row.tokens), heads, width), (1, len(row.tokens), width), (1, len(row.tokens), heads)
+    if few_values:
+        query, key, weights = (torch.randint(-2, 3, shape, generator=generator).double() for shape in shapes)
+    else:
+        query, key, weights = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return query, key, weights
+
+
+def chosen_by_definition(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Iterator[list[int]]:
+    scores = torch.einsum("qhd,kd->qkh", query[0], key[0]).relu()
+    scores = torch.einsum("qkh,qh->qk", scores, weights[0])
+    for row, visible in enumerate(visible_pairs(segments, len(scores))):
+        ancestors = visible.nonzero()[:, 0].tolist()
+        ancestors.sort(key=lambda other: (-round(float(scores[row, other]), 9), other))
+        yield sorted(ancestors[:k]) + [-1] * (k - len(ancestors))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1_000),
+    heads=st.sampled_from([1, 3, 32]),
+    width=st.sampled_from([1, 4]),
+    k=st.sampled_from([1, 2, 7, 17, 500]),
+    few_values=st.booleans(),
+)
+def test_index_has_the_highest_scores_and_the_earlier_of_equals(
+    seed: int, heads: int, width: int, k: int, few_values: bool
+) -> None:
+    row = row_of(seed)
+    inputs = index_inputs(row, heads, width, seed, few_values=few_values)
+    index = tree_topk_index(*inputs, segments_of(row), k)
+    assert index.dtype == torch.int32
+    assert index[0].tolist() == list(chosen_by_definition(*inputs, segments_of(row), k))
+
+
+def test_index_of_long_segments_has_the_highest_scores() -> None:
+    row = plan_rows(long_sequences(1, 8), min_shared_tokens=1).rows[0]
+    inputs = index_inputs(row, 4, 8, 0, few_values=False)
+    index = tree_topk_index(*inputs, segments_of(row), 20)
+    assert index[0].tolist() == list(chosen_by_definition(*inputs, segments_of(row), 20))
+
+
+@pytest.mark.parametrize("k", [1, 9])
+def test_just_the_pairs_of_the_tree_are_scored(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = plan_rows(long_sequences(2, 8), min_shared_tokens=1).rows[0]
+    scored = 0
+
+    def counted(scores: Tensor, weights: Tensor) -> Tensor:
+        nonlocal scored
+        scored += scores.shape[0] * scores.shape[2]
+        return weighed(scores, weights)
+
+    weighed = topk_index._weighed
+    monkeypatch.setattr(topk_index, "_weighed", counted)
+    tree_topk_index(*index_inputs(row, 2, 3, 0, few_values=False), segments_of(row), k)
+    visible = visible_pairs(segments_of(row), len(row.tokens))
+    above_no_block = sum(
+        end - start
+        for start, end, above in topk_index._blocks(segments_of(row))
+        for _ in range(len(above))
+        if len(above) + end - start <= k
+    )
+    assert scored == int(visible.sum()) - above_no_block
+
+
+def test_scores_that_do_not_fit_at_once_give_the_same_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = plan_rows(long_sequences(3, 8), min_shared_tokens=1).rows[0]
+    inputs = index_inputs(row, 2, 3, 0, few_values=True)
+    index = tree_topk_index(*inputs, segments_of(row), 5)
+    monkeypatch.setattr(topk_index, "_BUDGET", 7)
+    assert torch.equal(index, tree_topk_index(*inputs, segments_of(row), 5))
+
+
+def test_scores_that_are_not_numbers_are_kept() -> None:
+    row = plan_rows([list(range(60))]).rows[0]
+    query, key, weights = index_inputs(row, 2, 3, 0, few_values=False)
+    key[0, 13] = torch.nan
+    index = tree_topk_index(query, key, weights, segments_of(row), 4)
+    assert bool((index[0, 13:] == 13).any(-1).all())
+
+
+def test_padding_keeps_nothing() -> None:
+    row = plan_rows([[1, 2, 3]], 5, pad_rows=True).rows[0]
+    index = tree_topk_index(*index_inputs(row, 2, 3, 0, few_values=False), segments_of(row), 2)
+    assert index[0, 3:].tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_index_inputs_that_do_not_fit_are_refused() -> None:
+    row = row_of(0)
+    query, key, weights = index_inputs(row, 2, 3, 0, few_values=False)
+    with pytest.raises(ValueError, match="query, key and weights must be"):
+        tree_topk_index(query, key[:, :-1], weights, segments_of(row), 2)
+
+
+# Attention
+
+
+def attention_inputs(tokens: int, rows: int, heads: int, group: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (1, heads * group, tokens, 5), (1, heads, rows, 5), (1, heads, rows, 3), (heads * group,)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def attention_by_definition(
+    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    seen = torch.zeros(query.shape[2], key.shape[2], dtype=torch.bool)
+    for row, some in enumerate(indices[0].tolist()):
+        seen[row, [number for number in some if number >= 0]] = True
+    scores = (scale * query @ key.repeat_interleave(group, 1).mT).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value.repeat_interleave(group, 1)
+
+
+def some_rows(tokens: int, rows: int, k: int, seed: int) -> Tensor:
+    """From 1 to k different rows for each of `tokens` queries, then -1."""
+    rng = random.Random(seed)
+    lists = [sorted(rng.sample(range(rows), rng.randint(1, min(k, rows)))) for _ in range(tokens)]
+    return torch.tensor([[some + [-1] * (k - len(some)) for some in lists]], dtype=torch.int32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 50),
+    rows=st.integers(1, 60),
+    k=st.integers(1, 20),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 1_000),
+)
+def test_attention_and_its_gradients_are_those_over_the_given_rows(
+    tokens: int, rows: int, k: int, heads: int, group: int, has_sinks: bool, seed: int
+) -> None:
+    indices = some_rows(tokens, rows, k, seed)
+    query, key, value, sinks = attention_inputs(tokens, rows, heads, group, seed)
+    given_sinks = sinks if has_sinks else None
+    inputs = [query, key, value, *([sinks] if has_sinks else [])]
+    out = sparse_attention(query, key, value, indices, scale=0.3, sinks=given_sinks)
+    expected = attention_by_definition(query, key, value, indices, 0.3, given_sinks)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(
+        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_query_without_rows_gives_zero_and_no_gradient(has_sinks: bool) -> None:
+    query, key, value, sinks = attention_inputs(2, 4, 1, 2, 0)
+    indices = torch.tensor([[[0, 2], [-1, -1]]])
+    out = sparse_attention(query, key, value, indices, scale=1.0, sinks=sinks if has_sinks else None)
+    assert bool((out[:, :, 1] == 0).all())
+    out.sum().backward()
+    assert bool((query.grad[:, :, 1] == 0).all())
+    assert all(bool(tensor.grad.isfinite().all()) for tensor in (query, key, value))
+
+
+def test_rows_that_no_query_names_are_not_read() -> None:
+    query, key, value, _ = attention_inputs(3, 4, 1, 1, 0)
+    indices = torch.tensor([[[1, -1], [2, -1], [1, 2]]])
+    with torch.no_grad():
+        key[:, :, [0, 3]], value[:, :, [0, 3]] = torch.nan, torch.nan
+    out = sparse_attention(query, key, value, indices, scale=1.0)
+    out.sum().backward()
+    assert bool(out.isfinite().all())
+    assert bool((key.grad[:, :, [0, 3]] == 0).all())
+
+
+def test_half_precision_is_within_its_rounding() -> None:
+    query, key, value, _ = attention_inputs(20, 20, 2, 2, 0)
+    indices = some_rows(20, 20, 6, 0)
+    exact = sparse_attention(query, key, value, indices, scale=0.3)
+    rough = sparse_attention(*(tensor.bfloat16() for tensor in (query, key, value)), indices, scale=0.3)
+    assert rough.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.double(), exact, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("change", [lambda t: t[:, :, :-1], lambda t: t[..., :-1]])
+def test_attention_inputs_that_do_not_fit_are_refused(change) -> None:
+    query, key, value, _ = attention_inputs(5, 5, 2, 2, 0)
+    with pytest.raises(ValueError, match="do not fit"):
+        sparse_attention(query, change(key), value, some_rows(5, 5, 2, 0), scale=1.0)
+
+
+def test_ops_keep_what_torch_asks_of_them() -> None:
+    row = row_of(3)
+    query, key, value, sinks = attention_inputs(len(row.tokens), len(row.tokens), 2, 2, 0)
+    index_args = (*index_inputs(row, 2, 3, 0, few_values=False), segments_of(row), 4)
+    torch.library.opcheck(topk_index_op, index_args)
+    index = topk_index_op(*index_args)
+    torch.library.opcheck(sparse_attention_op, (query, key, value, index, sinks, 0.5))
+    torch.library.opcheck(sparse_attention_op, (query, key, value, index, None, 0.5))

@@ -116,7 +116,7 @@ class RewriteAttention:
         except ChangesWithLength as error:
             raise _length_dependent(softmax, str(error)) from None
         except NoMatch as error:
-            raise _unknown_form(softmax, str(error)) from None
+            raise _unknown_choice(softmax, str(error)) from None
         output.replace_all_uses_with(replacement)
         softmax.graph.erase_node(output)
         return Finding("attention", _SPARSE, source_line(output), module_path(output))
@@ -210,7 +210,7 @@ class RewriteAttention:
         except ChangesWithLength as error:
             raise _length_dependent(match.output, str(error)) from None
         except NoMatch as error:
-            raise _unknown_form(match.output, str(error)) from None
+            raise _unknown_choice(match.output, str(error)) from None
 
     # The new nodes
 
@@ -353,6 +353,16 @@ def _unknown_form(node: fx.Node, why: str) -> TokenMixingError:
         where=source_line(node),
         why=f"{why}.",
         hint="use torch.nn.functional.scaled_dot_product_attention, with a mask made from positions alone.",
+    )
+
+
+def _unknown_choice(node: fx.Node, why: str) -> TokenMixingError:
+    return TokenMixingError(
+        "This attention takes keys that are chosen in a way that cannot be rewritten.",
+        where=source_line(node),
+        why=f"{why}.",
+        hint="choose them as docs/sparse_attention.md shows: the weighed sum over heads of relu(q . k), a causal mask, "
+        "topk, and a mask or a gather made of its indices.",
     )
 
 

@@ -1,0 +1,289 @@
+"""Forms in which models choose keys by the scores of an indexer: rewritten and exact, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.differential.comparison import gradient_difference, output_difference, packed, require_exact, unpacked
+from tests.differential.trees import random_sequences
+from tree_compile import plan_rows, treecompile
+from tree_compile.errors import BidirectionalAttentionError, TokenMixingError
+
+VOCABULARY, WIDTH, HEADS, CHOSEN = 32, 16, 32, 4
+SEQUENCES = random_sequences(1, VOCABULARY)
+
+
+def later(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+# Index scores of query [1, T, H, D], key [1, T, D] and weights [1, T, H]
+
+
+def by_matmul(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    scores = F.relu(torch.matmul(query, key.mT.unsqueeze(1)) * 0.25)
+    return torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
+
+
+def by_einsum(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("bqhk,bqh->bqk", torch.einsum("bqhd,bkd->bqhk", query, key).clamp(min=0), weights)
+
+
+def by_sum(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return (torch.matmul(query, key.mT.unsqueeze(1)).relu() * 0.5 * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def heads_first(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    scores = torch.matmul(query.transpose(1, 2), key.unsqueeze(1).transpose(-1, -2)).relu() / 4.0
+    return (scores * weights.transpose(1, 2).unsqueeze(-1)).sum(1)
+
+
+def keys_first_in_einsum(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("bqh,bqhk->bqk", weights, torch.einsum("bkd,bqhd->bqhk", key, query).relu())
+
+
+SCORES = [by_matmul, by_einsum, by_sum, heads_first, keys_first_in_einsum]
+
+
+# Masks before the selection
+
+
+def filled(scores: Tensor) -> Tensor:
+    return scores.masked_fill(later(scores.shape[-1]), -torch.inf)
+
+
+def added(scores: Tensor) -> Tensor:
+    return scores + torch.zeros(scores.shape[-2:]).masked_fill(later(scores.shape[-1]), -torch.inf)
+
+
+def chosen_where(scores: Tensor) -> Tensor:
+    return torch.where(~later(scores.shape[-1]), scores, torch.finfo(scores.dtype).min)
+
+
+MASKS = [filled, added, chosen_where]
+
+
+# Attention of query [1, H, T, D], key and value [1, H, T, D] over the rows `chosen` [1, T, k]
+
+
+def mask_of_list(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.ones(1, length, length, dtype=torch.bool).scatter(-1, chosen, False) | later(length)
+    return F.scaled_dot_product_attention(query, key, value, ~hidden.unsqueeze(1))
+
+
+def mask_that_shows(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    shown = torch.zeros(1, 1, length, length).scatter(-1, chosen.unsqueeze(1), 1.0).bool()
+    return F.scaled_dot_product_attention(query, key, value, shown & ~later(length))
+
+
+def bias_of_list(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    bias = query.new_full((1, 1, length, length), -torch.inf).scatter(-1, chosen.unsqueeze(1), 0.0)
+    scores = query @ key.mT * 0.3 + bias
+    return scores.masked_fill(later(length), -torch.inf).softmax(-1) @ value
+
+
+def filled_by_list(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).scatter(-1, chosen.unsqueeze(1), False)
+    bias = torch.zeros(1, 1, length, length).masked_fill(later(length), torch.finfo(query.dtype).min)
+    return (query @ key.mT + bias.masked_fill(hidden, torch.finfo(query.dtype).min)).softmax(-1) @ value
+
+
+def indexed_keys(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    keys, values = (tensor[0, 0][chosen[0]] for tensor in (key, value))
+    scores = torch.einsum("hqd,qkd->hqk", query[0], keys) * 0.3
+    hidden = chosen[0] > torch.arange(query.shape[2])[:, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,qkd->hqd", weights, values)[None]
+
+
+def gathered_keys(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length, width = query.shape[2:]
+    both = torch.cat([key[:, 0], value[:, 0]], -1)
+    index = chosen[..., None].expand(-1, -1, -1, 2 * width)
+    both = both[:, None].expand(-1, length, -1, -1).gather(2, index)
+    keys, values = both.split([width, width], -1)
+    scores = torch.matmul(query.transpose(1, 2), keys.mT)
+    seen = chosen <= torch.arange(length)[:, None]
+    weights = torch.where(seen[:, :, None], scores, -torch.inf).softmax(-1)
+    return torch.matmul(weights, values).transpose(1, 2)
+
+
+ATTENTIONS = [mask_of_list, mask_that_shows, bias_of_list, filled_by_list, indexed_keys, gathered_keys]
+
+
+@dataclass(frozen=True)
+class Form:
+    scores: Callable[..., Tensor] = by_matmul
+    mask: Callable[[Tensor], Tensor] = filled
+    choose: Callable[[Tensor], Tensor] = field(
+        default=lambda scores: scores.topk(min(CHOSEN, scores.shape[-1]), dim=-1).indices
+    )
+    attention: Callable[..., Tensor] = mask_of_list
+
+
+class Model(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.index_query, self.index_key = nn.Linear(WIDTH, HEADS * 8), nn.Linear(WIDTH, 8)
+        self.index_weights = nn.Linear(WIDTH, HEADS)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        position = torch.arange(ids.shape[1])[:, None] * torch.linspace(0.1, 1.0, WIDTH)
+        x = self.embedding(ids) + torch.sin(position)
+        query = self.index_query(x).unflatten(-1, (HEADS, -1))
+        scores = self.form.mask(self.form.scores(query, self.index_key(x), self.index_weights(x)))
+        heads = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        query, key, value = heads
+        mixed = self.form.attention(query, key, value, self.form.choose(scores))
+        return self.head(x + mixed.transpose(1, 2).flatten(-2))
+
+
+def model_of(form: Form) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(form).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+FORMS = {
+    **{f"scores {scores.__name__}": Form(scores=scores) for scores in SCORES},
+    **{f"mask {mask.__name__}": Form(mask=mask) for mask in MASKS},
+    **{f"attention {attention.__name__}": Form(attention=attention) for attention in ATTENTIONS},
+    "indices in int32": Form(
+        choose=lambda scores: scores.topk(min(CHOSEN, scores.shape[-1])).indices.to(torch.int32).long()
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_double():
+    """Masks are made in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_is_computed_over_the_tree(name: str) -> None:
+    tree_model = treecompile(model_of(FORMS[name]), backend="eager")
+    plan = plan_rows(SEQUENCES, min_shared_tokens=1)
+    tree_model(SEQUENCES[:1])
+    assert "tree_topk_index, 4 of every token's ancestors" in str(tree_model.explain())
+    require_exact(tree_model, plan, SEQUENCES, 1e-9)
+
+
+# What is refused
+
+
+def smallest(scores: Tensor) -> Tensor:
+    return scores.topk(min(CHOSEN, scores.shape[-1]), largest=False).indices
+
+
+def by_sorting(scores: Tensor) -> Tensor:
+    return scores.argsort(dim=-1, descending=True)[..., :CHOSEN]
+
+
+def without_cut_off(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return by_matmul(query, key, weights.abs()) + torch.einsum("bqhd,bkd->bqk", query, key)
+
+
+def without_relu(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("bqhk,bqh->bqk", torch.einsum("bqhd,bkd->bqhk", query, key), weights)
+
+
+def turned_round(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return by_matmul(query, key, weights) * -1.0
+
+
+def window_before_selection(scores: Tensor) -> Tensor:
+    return filled(scores).masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-3), -torch.inf)
+
+
+def list_without_causal_mask(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.ones(1, length, length, dtype=torch.bool).scatter(-1, chosen, False)
+    return F.scaled_dot_product_attention(query, key, value, ~hidden.unsqueeze(1))
+
+
+def indexed_keys_without_causal_mask(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    keys, values = (tensor[0, 0][chosen[0]] for tensor in (key, value))
+    weights = torch.einsum("hqd,qkd->hqk", query[0], keys).softmax(-1)
+    return torch.einsum("hqk,qkd->hqd", weights, values)[None]
+
+
+def list_hides(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.zeros(1, length, length, dtype=torch.bool).scatter(-1, chosen, True)
+    hidden = (hidden & ~torch.eye(length, dtype=torch.bool)) | later(length)
+    return F.scaled_dot_product_attention(query, key, value, ~hidden.unsqueeze(1))
+
+
+def list_and_window(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.ones(1, length, length, dtype=torch.bool).scatter(-1, chosen, False)
+    hidden = hidden | later(length) | torch.ones(length, length, dtype=torch.bool).tril(-3)
+    return F.scaled_dot_product_attention(query, key, value, ~hidden.unsqueeze(1))
+
+
+def numbers_as_values(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    return mask_of_list(query, key, value, chosen) + chosen[:, None, :, :1].to(value.dtype)
+
+
+REFUSED: dict[str, tuple[Form, str]] = {
+    "smallest": (Form(choose=smallest), "does not choose the keys with the highest scores"),
+    "by_sorting": (Form(choose=by_sorting), "chosen by aten::slice"),
+    "without_cut_off": (Form(scores=without_cut_off), "depends on the tokens"),
+    "without_relu": (Form(scores=without_relu), "not cut off at 0"),
+    "turned_round": (Form(scores=turned_round), "not positive"),
+    "window_before_selection": (Form(mask=window_before_selection), "chooses among other tokens"),
+    "no mask before the selection": (Form(mask=lambda scores: scores), "chooses among other tokens"),
+    "list_hides": (
+        Form(attention=list_hides),
+        "depends on the tokens|shows what another hides|hides the keys of a list",
+    ),
+    "list_and_window": (Form(attention=list_and_window), "beside a window"),
+    "indexed_keys_without_causal_mask": (Form(attention=indexed_keys_without_causal_mask), "lie after the query"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_form_is_refused_with_its_line(name: str) -> None:
+    form, why = REFUSED[name]
+    with pytest.raises(TokenMixingError, match=why) as caught:
+        treecompile(model_of(form), backend="eager")(SEQUENCES)
+    assert caught.value.where is not None
+    assert caught.value.where.file == __file__
+
+
+def test_list_without_a_causal_mask_is_refused() -> None:
+    with pytest.raises(BidirectionalAttentionError):
+        treecompile(model_of(Form(attention=list_without_causal_mask)), backend="eager")(SEQUENCES)
+
+
+def test_numbers_of_chosen_keys_are_no_values() -> None:
+    with pytest.raises(TokenMixingError):
+        treecompile(model_of(Form(attention=numbers_as_values)), backend="eager")(SEQUENCES)
+
+
+def test_later_calls_with_other_trees_are_exact() -> None:
+    tree_model = treecompile(model_of(Form()), min_shared_tokens=1, backend="eager")
+    for seed in range(2, 5):
+        sequences = random_sequences(seed, VOCABULARY)
+        reference, result = unpacked(tree_model.unpacked, sequences), packed(tree_model, sequences)
+        assert output_difference(reference, result) < 1e-9
+        assert gradient_difference(reference, result) < 1e-9

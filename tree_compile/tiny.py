@@ -114,6 +114,19 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note_text": {
+        **_LATENT_ATTENTION,
+        **{f"swa_{name}": size for name, size in _LATENT_ATTENTION.items()},
+        "head_dim": 24,
+        "swa_head_dim": 24,
+        "num_attention_heads": 4,
+        "swa_num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "index_head_dim": 16,
+        "shared_experts_intermediate_size": 32,
+        "n_group": 1,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
@@ -206,7 +219,7 @@ def _settings(model_type: str, known: Any) -> dict[str, Any]:
     if getattr(known, "is_decoder", None) is False and not getattr(known, "is_encoder_decoder", False):
         settings["is_decoder"] = True  # an encoder's causal language model is causal only then
     settings |= {name: 0.0 for name in _DROPOUT if hasattr(known, name)}
-    if hasattr(known, "kv_lora_rank"):
+    if _has_setting(known, "kv_lora_rank"):
         settings.pop("head_dim", None)
         settings |= _LATENT_ATTENTION
     settings |= {name: _settings_of_part(known, name) for name in getattr(known, "sub_configs", {})}

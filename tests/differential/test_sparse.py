@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 
@@ -20,6 +21,7 @@ from tests.differential.comparison import (
 from tests.differential.double import InDouble
 from tests.differential.trees import Sequences, deep_sequences, long_sequences, random_sequences
 from tree_compile import TreeModel, plan_rows, treecompile
+from tree_compile.errors import TokenMixingError
 from tree_compile.models.sparse_mla import SparseMLA, SparseMLAConfig
 from tree_compile.tiny import tiny_model
 
@@ -49,6 +51,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "hy_v4 with sinks": family("hy_v4"),
     "axk2": family("axk2"),
+    "dots3_note_text with layers that see a window": family("dots3_note_text"),
     "sparse_mla": sparse_mla,
 }
 TREES: dict[str, tuple[Sequences, int | None]] = {
@@ -121,3 +124,64 @@ def test_explanation_names_the_indexers_and_their_attentions() -> None:
     lines = str(tree_model_of("glm_moe_dsa with layers that take the choice of another").explain())
     assert lines.count("tree_topk_index, 8 of every token's ancestors") == 2
     assert lines.count("sparse_attention over the keys that an indexer chose") == 4
+
+
+# Indexers that choose something else than single tokens
+
+
+def text_model(package: str, config: str, model: str, **settings: object) -> nn.Module:
+    """The text part of a model that AutoModelForCausalLM does not know, tiny."""
+    configurations = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+    models = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    small = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_attention_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return getattr(models, model)(getattr(configurations, config)(**small, **settings))
+
+
+def glm5_next() -> nn.Module:
+    """Pools of 4 tokens are chosen."""
+    return text_model(
+        "glm5_next", "Glm5NextTextConfig", "Glm5NextTextModel", num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=24, v_head_dim=12, qk_nope_head_dim=16, qk_rope_head_dim=0,
+        index_topk=8, index_head_dim=16, index_kpool=4, num_hidden_layers=2, linear_head_dim=8, linear_num_heads=4,
+        layer_types=["linear_attention", "indexed_attention"],
+    )  # fmt: skip
+
+
+def minimax_m3() -> nn.Module:
+    """Blocks of 4 tokens are chosen, for each of two groups of heads."""
+    return text_model(
+        "minimax_m3_vl", "MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM", num_key_value_heads=2, head_dim=16,
+        dense_intermediate_size=64, shared_intermediate_size=32, rotary_dim=8, num_local_experts=4,
+        num_experts_per_tok=2, index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=2,
+        num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense", "sparse"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [glm5_next, minimax_m3])
+def test_choice_of_whole_blocks_is_refused(model: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TokenMixingError, match="mask or bias depends on the tokens") as caught:
+        treecompile(model(), backend="eager")(random_sequences(1, VOCABULARY))
+    assert caught.value.where is not None
+    assert "modeling_" in caught.value.where.file
+
+
+def mistral_large4() -> nn.Module:
+    """Layers that take the choice of another, and layers without rotary positions."""
+    return text_model(
+        "mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", num_key_value_heads=4,
+        n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, index_topk=8, index_head_dim=16, index_n_heads=32, num_hidden_layers=4,
+        indexer_types=["full", "shared", "full", "shared"],
+    )  # fmt: skip
+
+
+def test_states_of_a_text_model_equal_those_of_the_unpacked_model() -> None:
+    model = mistral_large4().eval()
+    report = treecompile(model, min_shared_tokens=1, backend="eager").check(random_sequences(1, VOCABULARY))
+    assert report.ok
+    assert report.greatest_output_difference < FLOAT32_TOLERANCE

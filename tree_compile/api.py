@@ -165,8 +165,8 @@ class TreeModel(nn.Module):
 
     def train(self, mode: bool = True) -> TreeModel:
         """Sets the mode of the model, as `nn.Module.train`."""
-        super().train(mode)
         self.unpacked.train(mode)
+        self.training = mode
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def test_mode_of_every_module_is_set_once() -> None:
     own = nn.Sequential(nn.Embedding(50, 8), Merging(8, 50))
     tree_model = treecompile(own, backend="eager").eval()
     assert own[1].times == 1
-    assert not (tree_model.training or own.training or own[1].training)
+    assert {module.training for module in (tree_model, own, own[1])} == {False}
 
 
 @pytest.mark.parametrize("name", ["index", "where", "mul", "embedding", "linear", "id", "sym_size_int"])

@@ -1,5 +1,6 @@
 """Rows as they are computed: tokens, positions, parents, and where each sequence lies."""
 
+import copy
 import pickle
 import time
 
@@ -336,8 +337,17 @@ def test_row_is_pickled_with_its_own_tokens_alone():
     plan = plan_rows([[1, 2, 3], [1, 2, 4], [9] * 1_000], row_tokens=1_000, min_shared_tokens=1)
     row = plan.rows[plan.row_of(0)]
     sent = pickle.dumps(row)
-    assert pickle.loads(sent).tokens.tolist() == row.tokens.tolist()
+    received = pickle.loads(sent)
+    assert received.tokens.tolist() == row.tokens.tolist()
     assert len(sent) < 4_000
+    for again in (pickle.loads(pickle.dumps(received)), copy.copy(received), copy.deepcopy(received)):
+        assert again.tokens.tolist() == row.tokens.tolist()
+
+
+def test_row_of_a_plan_without_sequences_is_pickled_without_tokens():
+    row = pickle.loads(pickle.dumps(plan_rows([[1, 2, 3], [1, 2, 4]]))).rows[0]
+    with pytest.raises(PlanError, match="without its sequences"):
+        pickle.loads(pickle.dumps(row)).tokens
 
 
 @given(batches(), st.integers(0, 8), MIN_SHARED)

@@ -30,6 +30,7 @@ __all__ = [
     "as_batch",
     "as_mask",
     "check_fits",
+    "input_names",
 ]
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -98,6 +99,11 @@ def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) 
     return batch
 
 
+def input_names(inputs: Mapping[str, Any], tokens_name: str = "input_ids") -> tuple[str, ...]:
+    """The names of a dict of inputs as `as_batch` orders them: that of the tokens comes first."""
+    return tuple(sorted(inputs, key=lambda name: name != tokens_name))
+
+
 def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
     """Which entries of one list, array or tensor on any device are not 0, bool of the same shape.
 
@@ -148,8 +154,7 @@ def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]
             why="which tokens see each other follows from the sequences alone.",
             hint=_PADDED_HINT,
         )
-    first = tokens_name if tokens_name in inputs else next(iter(inputs))
-    return {first: inputs[first], **inputs}
+    return {name: inputs[name] for name in input_names(inputs, tokens_name)}
 
 
 def _sequence_list(values: Any, name: str, first: int) -> list[TokenArray]:

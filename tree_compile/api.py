@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
+from tree_compile.calls import (
+    check_inputs,
+    check_keywords,
+    check_not_wrapped,
+    check_row,
+    default_keywords,
+    unsupported,
+)
 from tree_compile.explain import Explanation, explain
 from tree_compile.modes import evaluation
 from tree_compile.output import TreeOutput
@@ -19,7 +26,7 @@ from tree_compile.runtime.options import PLAN_SECONDS, check_choice, check_optio
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.sequences import Sequences
+from tree_compile.runtime.sequences import Sequences, input_names
 from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree, trained_parameters
 from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import Unpacked
@@ -89,7 +96,8 @@ class TreeModel(nn.Module):
             InputError: the sequences are not usable.
             RefusedModelError: on the first call, the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call, the rewritten model differs from the unpacked one.
-            UnsupportedArgumentError: any other argument.
+            UnsupportedArgumentError: any other argument, an input whose name has no meaning on a list of sequences, or
+                one that the model's forward does not take.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         for name in others:
@@ -105,11 +113,11 @@ class TreeModel(nn.Module):
 
         Raises:
             InputError: the sequences are not usable.
-            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences.
         """
         if isinstance(sequences, Mapping):
-            for name in sequences:
-                check_keywords({} if name == _TOKENS else {name: None})
+            # Before the sequences: a padded batch is told what to leave out.
+            check_inputs(input_names(sequences, _TOKENS))
         return plan_rows(sequences, **self._plan_options)  # type: ignore[arg-type]
 
     def explain(self, sequences: Sequences | None = None) -> Explanation:
@@ -122,6 +130,8 @@ class TreeModel(nn.Module):
             InputError: the sequences are not usable.
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences, or forward takes no
+                such argument.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         rows = () if sequences is None else self.plan(sequences).rows
@@ -133,6 +143,7 @@ class TreeModel(nn.Module):
         Raises:
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: the model's forward does not take an argument that it is given.
             ValueError: there is no such stage.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
@@ -151,7 +162,8 @@ class TreeModel(nn.Module):
             InputError: the sequences are not usable.
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
-            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences, or forward takes no
+                such argument.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         # Another thread must not read the modes meanwhile.
@@ -220,6 +232,7 @@ class TreeModel(nn.Module):
 
     def _make(self, unpacked: Unpacked) -> Program:
         check_not_wrapped(unpacked.model)
+        check_inputs(unpacked.input_names)
         program = make_program(unpacked, self._backend)
         return check_program(unpacked, program) if self._self_check else program
 

@@ -347,7 +347,7 @@ def test_row_is_pickled_with_its_own_tokens_alone():
 def test_row_of_a_plan_without_sequences_is_pickled_without_tokens():
     row = pickle.loads(pickle.dumps(plan_rows([[1, 2, 3], [1, 2, 4]]))).rows[0]
     with pytest.raises(PlanError, match="without its sequences"):
-        pickle.loads(pickle.dumps(row)).tokens
+        pickle.loads(pickle.dumps(row)).tokens  # noqa: B018
 
 
 @given(batches(), st.integers(0, 8), MIN_SHARED)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 
-from tests.errors.refusal import Tiny
+from tests.errors.refusal import Tiny, require_refusal
 from tree_compile import plan_rows, treecompile
 from tree_compile.errors import CaptureError, TokenMixingError, UnsupportedArgumentError, WrappedModelError
 from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
@@ -106,6 +107,28 @@ def test_unknown_argument_is_refused_with_the_two_ways_to_pass_it():
         model(SEQUENCES, token_type_ids=SEQUENCES)
     assert "model({'input_ids': […], 'token_type_ids': […]})" in raised.value.hint
     assert "forward_kwargs={'token_type_ids': …}" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keywords", "why"),
+    [
+        ({"input_ids": SEQUENCES, "kind": SEQUENCES}, {}, "unexpected keyword argument 'kind'"),
+        ({"input_ids": SEQUENCES}, {"kind": 1}, "unexpected keyword argument 'kind'"),
+        ({"input_ids": SEQUENCES}, {"ids": 1}, "multiple values for argument 'ids'"),
+        ({"input_ids": SEQUENCES, "kind": SEQUENCES}, {"kind": 1}, "multiple values for keyword argument 'kind'"),
+    ],
+)
+def test_argument_that_forward_does_not_take_is_refused(inputs, keywords, why):
+    with pytest.raises(UnsupportedArgumentError, match=why):
+        treecompile(plain(), backend="eager", forward_kwargs=keywords)(inputs)
+
+
+def misspelt(model, x, ids):
+    return F.relu(x, inplce=True)
+
+
+def test_wrong_argument_inside_of_the_model_is_named_at_its_line():
+    require_refusal(Tiny(misspelt), CaptureError, "F.relu(x, inplce=True)", "as one graph", __file__)
 
 
 def test_output_of_attention_weights_is_refused():

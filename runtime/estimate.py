@@ -143,5 +143,4 @@ def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]
 
 def _draw(batch: Batch, members: list[list[int]], count: int, random: np.random.Generator) -> Batch:
     chosen = sorted(random.choice(len(members), count, replace=False).tolist())
-    ids = [sequence for group in chosen for sequence in members[group]]
-    return Batch({name: [values[i] for i in ids] for name, values in batch.inputs.items()})
+    return batch.of(sequence for group in chosen for sequence in members[group])

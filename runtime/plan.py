@@ -104,9 +104,7 @@ class Plan:
         The row stays as it is: a tree of its sequences alone might keep other branches, and so need more tokens.
         """
         row = self.rows[index]
-        batch = self.batch and Batch(
-            {name: [values[i] for i in row.sequence_ids] for name, values in self.batch.inputs.items()}
-        )
+        batch = self.batch and self.batch.of(row.sequence_ids)
         tree, count = _tree_of(row), len(row.sequence_ids)
         layout = Layout(
             segments=row.segments,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,7 +49,7 @@ _TYPE_WHY = "token ids and payloads are whole numbers, one list of them per sequ
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The checked inputs of one call, made by `as_batch` only: compiled code reads the arrays by their addresses.
+    """The checked inputs of one call: compiled code reads the arrays by their addresses, so all come from `as_batch`.
 
     Attributes:
         inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
@@ -71,6 +71,11 @@ class Batch:
     def lengths(self) -> IntArray:
         """Tokens per sequence, int64 [number of sequences]."""
         return np.fromiter(map(len, self.tokens), np.int64, len(self))
+
+    def of(self, ids: Iterable[int]) -> Batch:
+        """Some of its sequences, in the order of `ids`."""
+        ids = list(ids)
+        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()})
 
 
 def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) -> Batch:

@@ -242,10 +242,6 @@ def test_no_grad_builds_no_graph(tree_model: TreeModel) -> None:
         assert not tree_model(SEQUENCES).logits[0].requires_grad
 
 
-def layout(plan: Plan) -> list[Any]:
-    return [(row.tokens.tolist(), row.position.tolist(), list(row.sequence_ids), row.length) for row in plan.rows]
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [("row_tokens", 8), ("min_shared_tokens", 4), ("objective", "tokens"), ("pad_rows", True), ("plan_seconds", 0.0)],
@@ -264,16 +260,14 @@ def test_plan_uses_the_models_options(
         return plan_rows(sequences, **options)
 
     monkeypatch.setattr(api, "plan_rows", planned)
-    plan = treecompile(model, **options).plan(SEQUENCES)
+    treecompile(model, **options).plan(SEQUENCES)
     assert given == [options]
-    assert layout(plan) == layout(plan_rows(SEQUENCES, **options))
 
 
 def test_check_reports_outputs_and_gradients(tree_model: TreeModel) -> None:
     report = tree_model.check(SEQUENCES)
     assert report.ok
     assert report.input_tokens == 26
-    assert report.greatest_output_difference <= report.tolerance
     assert "equal to the unpacked model" in str(report)
     assert tree_model.check().ok
 

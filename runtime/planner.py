@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tree_compile.errors import PayloadError
-from tree_compile.runtime.options import check_count, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, as_batch, check_fits
@@ -48,7 +48,7 @@ class Planner:
     def __init__(
         self,
         row_tokens: int,
-        min_shared_tokens: int = 64,
+        min_shared_tokens: int = MIN_SHARED_TOKENS,
         *,
         rows_waiting: int = 4,
         longest_wait: int | None = None,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tree_compile.errors import PayloadError, TokenTypeError
 from tree_compile.runtime.layout import lay_out
-from tree_compile.runtime.options import PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.rows import pack_rows
 from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenSequence, as_batch, as_mask
@@ -24,7 +24,7 @@ _MASK_HINT = "pass one list, array or tensor for every sequence, with one 0 or 1
 def plan_rows(
     sequences: Sequences,
     row_tokens: int | None = None,
-    min_shared_tokens: int = 64,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
     objective: str = "rows",
     pad_rows: bool = False,
     *,

@@ -54,7 +54,7 @@ def plan(kind, row_tokens):
 def compiled_after_warm_up():
     """What plans of all kinds still compile, by kind."""
     warm_up()
-    assert len(trie._order.signatures) == len(trie._first_difference.signatures) == 2
+    assert len(trie._order.signatures) == len(trie._first_other_sequence.signatures) == 2
     before, found = signatures(), {}
     for name, row_tokens in itertools.product(KINDS, ROW_TOKENS):
         plan(KINDS[name], row_tokens)

@@ -45,6 +45,8 @@ _PADDED_HINT = (
 )
 _EMPTY_WHY = "there is nothing to compute."
 _TYPE_WHY = "token ids and payloads are whole numbers, one list of them per sequence."
+MASK_WHY = "it says of each token whether it is trained on."
+MASK_HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,13 +121,10 @@ def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
     Raises:
         TokenTypeError: it is none of these.
     """
-    array = _as_array(value != 0 if _is_tensor(value) else value, label)
+    array = _as_array(value != 0 if _is_tensor(value) else value, label, "bools or numbers", MASK_WHY, MASK_HINT)
     if array.dtype.kind not in "biuf":
-        raise TokenTypeError(
-            f"{label} is of type {array.dtype}, not of bools or numbers.",
-            why="it says of each token whether it is trained on.",
-            hint="pass one 0 or 1 for every token.",
-        )
+        what = f"{label} is of type {array.dtype}, not of bools or numbers."
+        raise TokenTypeError(what, why=MASK_WHY, hint=MASK_HINT)
     return array != 0
 
 
@@ -185,7 +184,7 @@ def _tensor_hint(dimensions: int) -> str:
 
 
 def _as_integers(value: Any, label: str) -> TokenArray:
-    array = _as_array(value, label)
+    array = _as_array(value, label, "integers", _TYPE_WHY, _LIST_HINT)
     if array.ndim != 1:
         raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=_LIST_HINT)
     if array.size == 0:
@@ -207,19 +206,19 @@ def _as_signed(array: TokenArray, label: str) -> IntArray:
     return array.astype(np.int64)
 
 
-def _as_array(value: Any, label: str) -> NDArray[Any]:
+def _as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray[Any]:
+    """One list, array or tensor as an array; what is none of them is refused as no list of `items`."""
     if isinstance(value, np.ndarray):
         return value
     if _is_tensor(value):
         return _tensor_as_array(value, label)
     if not _is_list(value):
-        what = f"{label} is a {type(value).__name__}, not a list of integers."
-        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT)
+        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of {items}.", why=why, hint=hint)
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
-        what = f"{label} is not a flat list of integers: {str(error).rstrip('.')}."
-        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT) from error
+        what = f"{label} is not a flat list of {items}: {str(error).rstrip('.')}."
+        raise TokenTypeError(what, why=why, hint=hint) from error
 
 
 def _tensor_as_array(value: Any, label: str) -> NDArray[Any]:

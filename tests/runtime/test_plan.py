@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.batches import ancestors, batches, chain, ranges_touch
 from tests.runtime.pages import run_page
-from tree_compile.errors import PlanError
+from tree_compile.errors import PlanError, TokenTypeError
 from tree_compile.runtime.layout import END, PARENT, SEGMENT_COLUMNS
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
@@ -407,6 +407,14 @@ class OnADevice(torch.Tensor):
         raise TypeError("can't convert device tensor to numpy")
 
 
+@pytest.mark.parametrize("mask", [None, [0, [1, 1]], ["a", "b"]], ids=str)
+def test_trainable_that_is_no_list_of_marks_is_told_what_marks_are(mask):
+    with pytest.raises(TokenTypeError) as raised:
+        plan_rows([[1, 2], [3, 4]], share="context", trainable=[[0, 1], mask])
+    assert "whether it is trained on" in raised.value.why
+    assert "one 0 or 1 for every token" in raised.value.hint
+
+
 def test_trainable_may_be_a_tensor_on_a_device():
     marks = torch.tensor([0, 1]).as_subclass(OnADevice)
     plan = plan_rows([[1, 2], [1, 2]], min_shared_tokens=1, share="context", trainable=[marks, marks])
@@ -422,7 +430,8 @@ def test_trainable_may_be_a_tensor_on_a_device():
         ({"share": "context", "trainable": [[1]]}, "does not fit sequence 0"),
         ({"share": "context", "trainable": [[0, 1]] * 2}, "trainable is for 2 sequences, and the batch has 1"),
         ({"share": "context", "trainable": 1}, "trainable is a int, not a list"),
-        ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType"),
+        ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType, not a list of bools"),
+        ({"share": "context", "trainable": [[0, [1, 1]]]}, "trainable of sequence 0 is not a flat list of bools"),
         ({"share": "context", "trainable": [["a", "b"]]}, "trainable of sequence 0 is of type <U1"),
     ],
 )

@@ -55,8 +55,8 @@ class Planner:
         plan_seconds: float = 0.02,
     ) -> None:
         self._row_tokens = check_count("row_tokens", row_tokens, 1)
-        check_options(row_tokens, min_shared_tokens, plan_seconds=plan_seconds)
-        self._min_shared_tokens, self._plan_seconds = min_shared_tokens, plan_seconds
+        options = check_options(row_tokens, min_shared_tokens, plan_seconds=plan_seconds)
+        self._min_shared_tokens, self._plan_seconds = options.min_shared_tokens, options.budget.seconds
         self._most_waiting = check_count("rows_waiting", rows_waiting, 2) * self._row_tokens
         self._longest_wait = None if longest_wait is None else check_count("longest_wait", longest_wait, 0)
         self._waiting: dict[int, dict[str, TokenArray]] = {}

@@ -22,7 +22,7 @@ import exact_rows
 import numpy as np
 import seed_rule
 
-from tree_compile.runtime.bounds import row_bounds
+from tree_compile.runtime.bounds import packing_bounds
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planner import Planner
 from tree_compile.runtime.planning import plan_rows
@@ -160,7 +160,7 @@ def fewest_rows(sequences: Sequence[Any], row_tokens: int, known: int) -> tuple[
     from ortools.sat.python import cp_model
 
     tree = build_prefix_tree(as_batch(sequences))
-    bound, fewest = row_bounds(tree, row_tokens)[0], known
+    bound, fewest = packing_bounds(tree, row_tokens)[0], known
     for count in range(known - 1, bound - 1, -1):
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds, solver.parameters.num_workers = 20, 2

@@ -224,6 +224,8 @@ def _written_back(
 ) -> fx.Node:
     """The whole tensor after `value` was written through a view of it, or a view of a view."""
     chain = _chain(node.args[0], wholes, memory)  # type: ignore[arg-type]
+    if chain is not None and any(view.target is torch.ops.aten.detach.default for view in chain):
+        raise _refusal(node, "it changes a detached tensor: its values change and its gradient does not")
     if chain is None or any(view.target not in _SCATTERS for view in chain):
         raise _refusal(node, "it changes a part of a tensor in place")
     parents = [wholes[0]]

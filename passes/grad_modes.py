@@ -21,7 +21,10 @@ from tree_compile.passes.source import source_line
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_MAY_DO_NOTHING = ("to", "type_as", "contiguous", "flatten")
+_MAY_DO_NOTHING = (
+    "atleast_1d", "atleast_2d", "atleast_3d", "conj_physical", "contiguous", "flatten", "positive", "real",
+    "resolve_conj", "resolve_neg", "sum_to_size", "to", "to_dense", "type_as",
+)  # fmt: skip
 """Where these have nothing to do, the model gets the very tensor that it gave them."""
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout")
 
@@ -33,7 +36,7 @@ class InlineGradModes:
     What leaves a region without gradients is detached, which is all that the region means to the rest of the graph.
     What stands in a region without autocast is noted, for `KeepAutocastOff`.
 
-    A cast that does nothing gives back the tensor from outside itself, with its gradients.
+    What does nothing to a tensor, as a cast to its own dtype, gives back that very tensor, with its gradients.
 
     Raises:
         CaptureError: gradients are switched on inside of a region without them, or autocast is switched on.
@@ -54,11 +57,11 @@ def _inline(graph_module: fx.GraphModule, region: fx.Node) -> None:
     with_gradients, (body_node, *inputs) = _keeps_gradients(region), region.args[settings:]
     body = getattr(graph_module, str(body_node.target))  # type: ignore[union-attr]
     if not with_gradients:
-        _require_own_writes(body, inputs)
         if any(_enables(node) for node in body.graph.nodes):
             raise _refusal(region, "it switches gradients on inside of torch.no_grad()")
-        # What a region inside gives back may be a tensor from outside.
+        # What a region inside writes or gives back may be a tensor from outside.
         InlineGradModes()(body)
+        _require_own_writes(body, inputs)
     for device in _without_autocast(region):
         for node in body.graph.nodes:
             switch_off_autocast(node, device)

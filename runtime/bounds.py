@@ -8,12 +8,12 @@ import numpy as np
 from tree_compile.runtime.sequences import check_fits
 from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["row_bounds"]
+__all__ = ["packing_bounds"]
 
 _MOST_THRESHOLDS = 64
 
 
-def row_bounds(tree: PrefixTree, row_tokens: int | None) -> tuple[int, int]:
+def packing_bounds(tree: PrefixTree, row_tokens: int | None) -> tuple[int, int]:
     """Numbers of rows and of tokens that no packing of this tree goes below.
 
     Bottom-up, with for each segment: the fewest rows that hold it, and the fewest tokens below it in all rows. A child

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tree_compile.runtime.options import check_count
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.sequences import Batch, Sequences, as_batch, check_fits
 
@@ -79,7 +79,7 @@ def estimate(
     group_counts: Sequence[int] | None = None,
     samples: int = 8,
     seed: int = 0,
-    min_shared_tokens: int = 64,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
     objective: str = "rows",
     plan_attempts: int = 2_000,
 ) -> Estimates:
@@ -143,5 +143,4 @@ def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]
 
 def _draw(batch: Batch, members: list[list[int]], count: int, random: np.random.Generator) -> Batch:
     chosen = sorted(random.choice(len(members), count, replace=False).tolist())
-    ids = [sequence for group in chosen for sequence in members[group]]
-    return Batch({name: [values[i] for i in ids] for name, values in batch.inputs.items()})
+    return batch.of(sequence for group in chosen for sequence in members[group])

@@ -7,11 +7,22 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OBJECTIVES", "PLAN_SECONDS", "Budget", "Options", "check_choice", "check_count", "check_options"]
+__all__ = [
+    "MIN_SHARED_TOKENS",
+    "OBJECTIVES",
+    "PLAN_SECONDS",
+    "Budget",
+    "Options",
+    "check_choice",
+    "check_count",
+    "check_options",
+]
 
 OBJECTIVES = ("rows", "tokens")
 PLAN_SECONDS = 0.15
 """How long rows are improved where nothing else is said."""
+MIN_SHARED_TOKENS = 64
+"""The fewest tokens of a shared segment where nothing else is said."""
 _MOST = 2**62
 """Greater counts mean the same, and sums with them would not fit in 64 bits."""
 

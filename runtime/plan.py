@@ -12,12 +12,12 @@ import numpy as np
 from tree_compile.errors import PlanError
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END, Layout, lay_out
 from tree_compile.runtime.page import plan_page
-from tree_compile.runtime.plan_file import not_a_plan, read_plan, write_plan
+from tree_compile.runtime.plan_file import Numbers, not_a_plan, read_plan, write_plan
 from tree_compile.runtime.render import render_plan
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.sequences import Batch, IntArray, Sequences, as_batch
 from tree_compile.runtime.tree import PrefixTree
-from tree_compile.runtime.trie import first_difference
+from tree_compile.runtime.trie import first_other_sequence
 
 __all__ = ["Plan"]
 
@@ -104,9 +104,7 @@ class Plan:
         The row stays as it is: a tree of its sequences alone might keep other branches, and so need more tokens.
         """
         row = self.rows[index]
-        batch = self.batch and Batch(
-            {name: [values[i] for i in row.sequence_ids] for name, values in self.batch.inputs.items()}
-        )
+        batch = self.batch and self.batch.of(row.sequence_ids)
         tree, count = _tree_of(row), len(row.sequence_ids)
         layout = Layout(
             segments=row.segments,
@@ -130,7 +128,7 @@ class Plan:
         batch, tree = as_batch(sequences), self.tree
         if not np.array_equal(batch.lengths, tree.sequence_length):
             raise _other_sequences(f"The plan is for {self.sequences} sequences of other lengths.")
-        other = first_difference(batch, tree.sequence_segment, tree.start, tree.parent, tree.source)
+        other = first_other_sequence(batch, tree.sequence_segment, tree.start, tree.parent, tree.source)
         if other >= 0:
             raise _other_sequences(f"Sequence {other} does not share the tokens that the plan shares.")
         return replace(self, batch=batch)
@@ -138,7 +136,8 @@ class Plan:
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as an npz file of integers, without its sequences."""
         leaf_row = self._sequence_row[self.tree.source[self.tree.leaves]]
-        write_plan(path, self.tree, leaf_row, [self.row_tokens or 0, self.padded, self.row_bound, self.token_bound])
+        numbers = Numbers(self.row_tokens or 0, self.padded, self.row_bound, self.token_bound)
+        write_plan(path, self.tree, leaf_row, numbers)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -148,8 +147,8 @@ class Plan:
             PlanError: the file is not a plan, one of another version, or no plan could have its numbers.
         """
         tree, leaf_row, numbers = read_plan(path)
-        row_tokens, padded, row_bound, token_bound = numbers
-        plan = cls(None, tree, lay_out(tree, leaf_row), row_tokens or None, bool(padded), row_bound, token_bound)
+        row_tokens, padded, *bounds = numbers
+        plan = cls(None, tree, lay_out(tree, leaf_row), row_tokens or None, bool(padded), *bounds)
         plan._check_limits(path)
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from os import PathLike
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from tree_compile.errors import PlanError
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree, parents_in_pre_order
 
-__all__ = ["not_a_plan", "read_plan", "write_plan"]
+__all__ = ["Numbers", "not_a_plan", "read_plan", "write_plan"]
 
 _FORMAT = 2
 _ARRAYS = ("length", "parent", "source", "sequence_segment", "sequence_length", "leaf_row")
@@ -21,21 +22,30 @@ _BROKEN_FILE = (
 )  # fmt: skip
 
 
-def write_plan(path: str | PathLike[str], tree: PrefixTree, leaf_row: IntArray, numbers: list[int]) -> None:
+class Numbers(NamedTuple):
+    """What is said of a plan beside its arrays, as in `Plan`; `row_tokens` is 0 where there is no limit."""
+
+    row_tokens: int
+    padded: int
+    row_bound: int
+    token_bound: int
+
+
+def write_plan(path: str | PathLike[str], tree: PrefixTree, leaf_row: IntArray, numbers: Numbers) -> None:
     """Writes an npz file of integers.
 
     Args:
         path: the file.
         tree: the prefix tree.
         leaf_row: for each leaf of the tree its row, int64 [leaves].
-        numbers: row_tokens or 0, padded, row_bound and token_bound.
+        numbers: of the plan.
     """
     arrays = {name: getattr(tree, name) for name in _ARRAYS[:-1]} | {"leaf_row": leaf_row}
     with open(path, "wb") as file:
         np.savez_compressed(file, numbers=np.array([_FORMAT, *numbers], np.int64), **arrays)
 
 
-def read_plan(path: str | PathLike[str]) -> tuple[PrefixTree, IntArray, list[int]]:
+def read_plan(path: str | PathLike[str]) -> tuple[PrefixTree, IntArray, Numbers]:
     """Reads what `write_plan` wrote. Nothing in the file is run, and every index in it is checked.
 
     Raises:
@@ -46,7 +56,7 @@ def read_plan(path: str | PathLike[str]) -> tuple[PrefixTree, IntArray, list[int
             version, *numbers = _integers(file["numbers"], "numbers").tolist()
             if version != _FORMAT:
                 raise _other_version(path, version)
-            row_tokens, padded, row_bound, token_bound = numbers
+            found = Numbers(*numbers)
             arrays = {name: _integers(file[name], name) for name in _ARRAYS}
         leaf_row = arrays.pop("leaf_row")
         tree = _tree_of_segments(**arrays)
@@ -57,7 +67,7 @@ def read_plan(path: str | PathLike[str]) -> tuple[PrefixTree, IntArray, list[int
         # What numpy says of other files is about pickles, which are never read here.
         is_own = isinstance(error, ValueError) and "allow_pickle" not in str(error)
         raise not_a_plan(path, f"{error}." if is_own else "it is no npz file of integers.") from error
-    return tree, leaf_row, [row_tokens, padded, row_bound, token_bound]
+    return tree, leaf_row, found
 
 
 def not_a_plan(path: str | PathLike[str], why: str) -> PlanError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tree_compile.errors import PayloadError
-from tree_compile.runtime.options import check_count, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, as_batch, check_fits
@@ -48,15 +48,15 @@ class Planner:
     def __init__(
         self,
         row_tokens: int,
-        min_shared_tokens: int = 64,
+        min_shared_tokens: int = MIN_SHARED_TOKENS,
         *,
         rows_waiting: int = 4,
         longest_wait: int | None = None,
         plan_seconds: float = 0.02,
     ) -> None:
         self._row_tokens = check_count("row_tokens", row_tokens, 1)
-        check_options(row_tokens, min_shared_tokens, plan_seconds=plan_seconds)
-        self._min_shared_tokens, self._plan_seconds = min_shared_tokens, plan_seconds
+        options = check_options(row_tokens, min_shared_tokens, plan_seconds=plan_seconds)
+        self._min_shared_tokens, self._plan_seconds = options.min_shared_tokens, options.budget.seconds
         self._most_waiting = check_count("rows_waiting", rows_waiting, 2) * self._row_tokens
         self._longest_wait = None if longest_wait is None else check_count("longest_wait", longest_wait, 0)
         self._waiting: dict[int, dict[str, TokenArray]] = {}

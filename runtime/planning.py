@@ -9,22 +9,30 @@ import numpy as np
 
 from tree_compile.errors import PayloadError, TokenTypeError
 from tree_compile.runtime.layout import lay_out
-from tree_compile.runtime.options import PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.rows import pack_rows
-from tree_compile.runtime.sequences import Batch, IntArray, Sequences, TokenSequence, as_batch, as_mask
+from tree_compile.runtime.sequences import (
+    MASK_HINT,
+    MASK_WHY,
+    Batch,
+    IntArray,
+    Sequences,
+    TokenSequence,
+    as_batch,
+    as_mask,
+)
 from tree_compile.runtime.tree import build_prefix_tree
 
 __all__ = ["plan_rows", "warm_up"]
 
 _SHARES = ("all", "context")
-_MASK_HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
 
 def plan_rows(
     sequences: Sequences,
     row_tokens: int | None = None,
-    min_shared_tokens: int = 64,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
     objective: str = "rows",
     pad_rows: bool = False,
     *,
@@ -88,14 +96,14 @@ def _masks(trainable: Any) -> list[np.ndarray]:
     if not isinstance(trainable, Iterable) or isinstance(trainable, str | bytes):
         raise TokenTypeError(
             f"trainable is a {type(trainable).__name__}, not a list of one list per sequence.",
-            why="it says of each token whether it is trained on.",
-            hint=_MASK_HINT,
+            why=MASK_WHY,
+            hint=MASK_HINT,
         )
     return [as_mask(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
 
 
 def _misfit(what: str) -> PayloadError:
-    return PayloadError(what, why="trainable has one value for every token of every sequence.", hint=_MASK_HINT)
+    return PayloadError(what, why="trainable has one value for every token of every sequence.", hint=MASK_HINT)
 
 
 def warm_up() -> None:

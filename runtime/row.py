@@ -154,5 +154,6 @@ class Row:
 
     def __getstate__(self) -> dict[str, Any]:
         """A row is sent with its own tokens and without the other sequences of the batch."""
-        inputs = {} if self.batch is None else {"inputs": self.inputs}
+        has_tokens = self.batch is not None or "inputs" in vars(self)
+        inputs = {"inputs": self.inputs} if has_tokens else {}
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tree_compile.runtime.bounds import row_bounds
+from tree_compile.runtime.bounds import packing_bounds
 from tree_compile.runtime.constructions import constructions
 from tree_compile.runtime.leaves import Leaves, leaves_of, row_lists
 from tree_compile.runtime.options import Budget
@@ -38,7 +38,7 @@ def pack_rows(
     Raises:
         SequenceTooLongError: a sequence has more than `row_tokens` tokens.
     """
-    bounds = row_bounds(tree, row_tokens)  # first: it refuses what the constructions would not end on
+    bounds = packing_bounds(tree, row_tokens)  # first: it refuses what the constructions would not end on
     leaves, few_tokens = leaves_of(tree), objective == "tokens"
     if row_tokens is None:
         return np.zeros(len(leaves), np.int64), bounds

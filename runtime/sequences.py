@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,6 +30,7 @@ __all__ = [
     "as_batch",
     "as_mask",
     "check_fits",
+    "input_names",
 ]
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -44,11 +45,13 @@ _PADDED_HINT = (
 )
 _EMPTY_WHY = "there is nothing to compute."
 _TYPE_WHY = "token ids and payloads are whole numbers, one list of them per sequence."
+MASK_WHY = "it says of each token whether it is trained on."
+MASK_HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The checked inputs of one call, made by `as_batch` only: compiled code reads the arrays by their addresses.
+    """The checked inputs of one call: compiled code reads the arrays by their addresses, so all come from `as_batch`.
 
     Attributes:
         inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
@@ -70,6 +73,11 @@ class Batch:
     def lengths(self) -> IntArray:
         """Tokens per sequence, int64 [number of sequences]."""
         return np.fromiter(map(len, self.tokens), np.int64, len(self))
+
+    def of(self, ids: Iterable[int]) -> Batch:
+        """Some of its sequences, in the order of `ids`."""
+        ids = list(ids)
+        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()})
 
 
 def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) -> Batch:
@@ -98,6 +106,11 @@ def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) 
     return batch
 
 
+def input_names(inputs: Mapping[str, Any], tokens_name: str = "input_ids") -> tuple[str, ...]:
+    """The names of a dict of inputs as `as_batch` orders them: that of the tokens comes first."""
+    return tuple(sorted(inputs, key=lambda name: name != tokens_name))
+
+
 def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
     """Which entries of one list, array or tensor on any device are not 0, bool of the same shape.
 
@@ -108,13 +121,10 @@ def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
     Raises:
         TokenTypeError: it is none of these.
     """
-    array = _as_array(value != 0 if _is_tensor(value) else value, label)
+    array = _as_array(value != 0 if _is_tensor(value) else value, label, "bools or numbers", MASK_WHY, MASK_HINT)
     if array.dtype.kind not in "biuf":
-        raise TokenTypeError(
-            f"{label} is of type {array.dtype}, not of bools or numbers.",
-            why="it says of each token whether it is trained on.",
-            hint="pass one 0 or 1 for every token.",
-        )
+        what = f"{label} is of type {array.dtype}, not of bools or numbers."
+        raise TokenTypeError(what, why=MASK_WHY, hint=MASK_HINT)
     return array != 0
 
 
@@ -148,8 +158,7 @@ def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]
             why="which tokens see each other follows from the sequences alone.",
             hint=_PADDED_HINT,
         )
-    first = tokens_name if tokens_name in inputs else next(iter(inputs))
-    return {first: inputs[first], **inputs}
+    return {name: inputs[name] for name in input_names(inputs, tokens_name)}
 
 
 def _sequence_list(values: Any, name: str, first: int) -> list[TokenArray]:
@@ -175,7 +184,7 @@ def _tensor_hint(dimensions: int) -> str:
 
 
 def _as_integers(value: Any, label: str) -> TokenArray:
-    array = _as_array(value, label)
+    array = _as_array(value, label, "integers", _TYPE_WHY, _LIST_HINT)
     if array.ndim != 1:
         raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=_LIST_HINT)
     if array.size == 0:
@@ -197,19 +206,19 @@ def _as_signed(array: TokenArray, label: str) -> IntArray:
     return array.astype(np.int64)
 
 
-def _as_array(value: Any, label: str) -> NDArray[Any]:
+def _as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray[Any]:
+    """One list, array or tensor as an array; what is none of them is refused as no list of `items`."""
     if isinstance(value, np.ndarray):
         return value
     if _is_tensor(value):
         return _tensor_as_array(value, label)
     if not _is_list(value):
-        what = f"{label} is a {type(value).__name__}, not a list of integers."
-        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT)
+        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of {items}.", why=why, hint=hint)
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
-        what = f"{label} is not a flat list of integers: {str(error).rstrip('.')}."
-        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT) from error
+        what = f"{label} is not a flat list of {items}: {str(error).rstrip('.')}."
+        raise TokenTypeError(what, why=why, hint=hint) from error
 
 
 def _tensor_as_array(value: Any, label: str) -> NDArray[Any]:

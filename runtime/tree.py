@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tree_compile.runtime.options import MIN_SHARED_TOKENS
 from tree_compile.runtime.sequences import Batch, IntArray
 from tree_compile.runtime.trie import depth_first_order
 
@@ -74,7 +75,9 @@ class PrefixTree:
         return np.searchsorted(self.leaves, self.sequence_segment)
 
 
-def build_prefix_tree(batch: Batch, min_shared_tokens: int = 64, limits: IntArray | None = None) -> PrefixTree:
+def build_prefix_tree(
+    batch: Batch, min_shared_tokens: int = MIN_SHARED_TOKENS, limits: IntArray | None = None
+) -> PrefixTree:
     """Finds the prefixes that sequences share, where all inputs of the batch agree.
 
     Args:
@@ -82,12 +85,7 @@ def build_prefix_tree(batch: Batch, min_shared_tokens: int = 64, limits: IntArra
         min_shared_tokens: a shared segment with fewer tokens is not kept as a branch: each of its children gets
             its own copy of the tokens. 1 keeps every branch.
         limits: tokens at the start of each sequence that others may share, int64 [number of sequences]; None for all.
-
-    Raises:
-        ValueError: `min_shared_tokens` is below 1.
     """
-    if min_shared_tokens < 1:
-        raise ValueError(f"min_shared_tokens is {min_shared_tokens}; it must be at least 1")
     order, shared = depth_first_order(batch, batch.lengths if limits is None else limits)
     length = batch.lengths[order]
     # Any sequence that is a prefix of another is one of its successor in the order.

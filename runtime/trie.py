@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
 
-__all__ = ["depth_first_order", "first_difference"]
+__all__ = ["depth_first_order", "first_other_sequence"]
 
 _CHUNK = 64
 _COMPILED_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -36,7 +36,9 @@ def depth_first_order(batch: Batch, limits: IntArray) -> tuple[IntArray, IntArra
     return _order(_addresses(batch, arrays), batch.lengths, limits, _like(arrays))
 
 
-def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, parents: IntArray, sources: IntArray) -> int:
+def first_other_sequence(
+    batch: Batch, segment_of: IntArray, starts: IntArray, parents: IntArray, sources: IntArray
+) -> int:
     """The first sequence that does not spell the path to its segment; -1 where all do.
 
     Args:
@@ -50,11 +52,11 @@ def first_difference(batch: Batch, segment_of: IntArray, starts: IntArray, paren
     addresses = _addresses(batch, arrays)
     tree = (np.require(array, np.int64, ["C", "A", "W"]) for array in (segment_of, starts, parents, sources))
     segment_of, starts, parents, sources = tree
-    return int(_first_difference(addresses, batch.lengths, segment_of, starts, parents, sources, _like(arrays)))
+    return int(_first_other_sequence(addresses, batch.lengths, segment_of, starts, parents, sources, _like(arrays)))
 
 
 @numba.njit(cache=True)
-def _first_difference(addresses, lengths, segment_of, starts, parents, sources, like):
+def _first_other_sequence(addresses, lengths, segment_of, starts, parents, sources, like):
     for sequence in range(len(lengths)):
         segment, end = segment_of[sequence], lengths[sequence]
         while segment >= 0:

@@ -63,6 +63,18 @@ def test_outputs_are_indexed_like_a_list(tree_model: TreeModel) -> None:
         out[5]
 
 
+def test_outputs_of_a_row_are_found_by_their_numbers_and_from_the_end(tree_model: TreeModel) -> None:
+    first, second = plan_rows([[3, 1], [4, 1], [5, 9], [2, 6]], 4, plan_attempts=0).rows
+    assert (first.sequence_ids, second.sequence_ids) == ((0, 1), (2, 3))
+    out = tree_model(second)
+    assert torch.equal(out[-1], out[3])
+    assert torch.equal(out.logits[-2], out[2])
+    assert torch.equal(out[-1:][0], out[3])
+    for sequence in (0, 4, -3):
+        with pytest.raises(IndexError, match=f"there is no sequence {sequence} here, only 2, 3"):
+            out[sequence]
+
+
 @pytest.mark.parametrize(
     ("form", "read"),
     [
@@ -154,6 +166,31 @@ def test_training_and_eval_mode_follow_the_model() -> None:
     assert torch.equal(tree_model(SEQUENCES).logits[0], first)
 
 
+class Merging(nn.Linear):
+    """Counts how often its mode is set, and changes what it holds with it, as adapters do."""
+
+    times = 0
+
+    def train(self, mode: bool = True) -> Merging:
+        self.merged = not mode
+        self.times += 1
+        return super().train(mode)
+
+
+def test_check_leaves_a_module_as_it_was_that_changes_with_its_mode() -> None:
+    own = nn.Sequential(nn.Embedding(50, 8), Merging(8, 50)).train()
+    assert treecompile(own, min_shared_tokens=2, backend="eager").check().ok
+    assert own[1].training
+    assert not own[1].merged
+
+
+def test_mode_of_every_module_is_set_once() -> None:
+    own = nn.Sequential(nn.Embedding(50, 8), Merging(8, 50))
+    tree_model = treecompile(own, backend="eager").eval()
+    assert own[1].times == 1
+    assert {module.training for module in (tree_model, own, own[1])} == {False}
+
+
 @pytest.mark.parametrize("name", ["index", "where", "mul", "embedding", "linear", "id", "sym_size_int"])
 def test_payload_may_have_the_name_of_an_operation(name: str) -> None:
     class WithPayload(nn.Module):
@@ -205,10 +242,6 @@ def test_no_grad_builds_no_graph(tree_model: TreeModel) -> None:
         assert not tree_model(SEQUENCES).logits[0].requires_grad
 
 
-def layout(plan: Plan) -> list[Any]:
-    return [(row.tokens.tolist(), row.position.tolist(), list(row.sequence_ids), row.length) for row in plan.rows]
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [("row_tokens", 8), ("min_shared_tokens", 4), ("objective", "tokens"), ("pad_rows", True), ("plan_seconds", 0.0)],
@@ -227,16 +260,14 @@ def test_plan_uses_the_models_options(
         return plan_rows(sequences, **options)
 
     monkeypatch.setattr(api, "plan_rows", planned)
-    plan = treecompile(model, **options).plan(SEQUENCES)
+    treecompile(model, **options).plan(SEQUENCES)
     assert given == [options]
-    assert layout(plan) == layout(plan_rows(SEQUENCES, **options))
 
 
 def test_check_reports_outputs_and_gradients(tree_model: TreeModel) -> None:
     report = tree_model.check(SEQUENCES)
     assert report.ok
     assert report.input_tokens == 26
-    assert report.greatest_output_difference <= report.tolerance
     assert "equal to the unpacked model" in str(report)
     assert tree_model.check().ok
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from tree_compile import treecompile
+from tree_compile import selfcheck, treecompile
 from tree_compile.comparison import Gap, gap, relative_difference
 from tree_compile.errors import SelfCheckError
 from tree_compile.passes import attention
 from tree_compile.passes.plan_inputs import RowTables
 from tree_compile.passes.token_rules import RULES
 from tree_compile.runtime.attention import tree_attention
+from tree_compile.selfcheck import CheckReport
 from tree_compile.tiny import tiny_model
 
 SEQUENCES = [[3, 1, 4, 1, 5], [3, 1, 4, 2, 6]]
@@ -194,3 +197,55 @@ def test_check_without_gradients_says_so() -> None:
     assert report.ok
     assert report.greatest_gradient_difference is None
     assert "gradients" not in str(report)
+
+
+class MeanGradient(torch.autograd.Function):
+    """Gives every feature the mean of the gradients of all."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient.mean(-1, keepdim=True).expand_as(gradient)
+
+
+def attention_with_mean_gradients(query: Tensor, *others: Any, **options: Any) -> Tensor:
+    result: Tensor = MeanGradient.apply(tree_attention(query, *others, **options))
+    return result
+
+
+def test_weights_of_the_loss_are_random_beside_an_output_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(16, 8)
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.embed(ids)
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True), x.argmax(-1)
+
+    monkeypatch.setitem(RULES, attention_with_mean_gradients, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_with_mean_gradients)
+    with pytest.raises(SelfCheckError, match="in the gradient of"):
+        treecompile(Attending(), backend="eager")(SEQUENCES)
+
+
+def test_first_call_and_report_allow_the_same() -> None:
+    report = CheckReport(1e-5, 5e-4, 1e-4, "head.weight", 10, 5, 1)
+    assert report.ok
+    assert report.gradient_tolerance == pytest.approx(1e-3)
+    assert not replace(report, greatest_gradient_difference=2e-3).ok
+    assert not replace(report, greatest_output_difference=2e-4).ok
+    assert not replace(report, greatest_gradient_difference=float("nan")).ok
+
+
+@pytest.mark.parametrize(("output", "gradient"), [(1e-5, 2e-3), (2e-4, 1e-5), (1e-5, 5e-4)])
+def test_first_call_raises_what_the_report_refuses(
+    output: float, gradient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = CheckReport(output, gradient, 1e-4, "head.weight", 10, 5, 1)
+    monkeypatch.setattr(selfcheck, "compare", lambda *_: report)
+    with contextlib.nullcontext() if report.ok else pytest.raises(SelfCheckError, match="rounding allows"):
+        treecompile(Attention(lambda logits, x: logits), backend="eager")(SEQUENCES)

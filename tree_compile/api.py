@@ -8,18 +8,25 @@ from typing import Any
 
 from torch import nn
 
-from tree_compile.calls import check_keywords, check_not_wrapped, check_row, default_keywords, unsupported
+from tree_compile.calls import (
+    check_inputs,
+    check_keywords,
+    check_not_wrapped,
+    check_row,
+    default_keywords,
+    unsupported,
+)
 from tree_compile.explain import Explanation, explain
 from tree_compile.modes import evaluation
 from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.rehearsal import grow
-from tree_compile.runtime.options import PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.sequences import Sequences
+from tree_compile.runtime.sequences import Sequences, input_names
 from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree, trained_parameters
 from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import Unpacked
@@ -33,19 +40,22 @@ class TreeModel(nn.Module):
     """A causal language model that takes a list of sequences and computes every shared prefix once.
 
     Its parameters are the original objects and its state dict has the original keys. Made by `treecompile`.
+
+    Args:
+        model: the model.
+        plan_options: keyword arguments of `plan_rows`.
+        backend: one of BACKENDS.
+        keywords: constant keyword arguments of every call of the model.
+        self_check: compare with the unpacked model at the first call.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        plan_options: Mapping[str, Any],
         *,
-        row_tokens: int | None,
-        min_shared_tokens: int,
-        objective: str,
         backend: str,
-        pad_rows: bool,
-        plan_seconds: float,
-        forward_kwargs: Mapping[str, Any],
+        keywords: Mapping[str, Any],
         self_check: bool,
     ) -> None:
         super().__init__()
@@ -54,15 +64,9 @@ class TreeModel(nn.Module):
             object.__setattr__(self, name, getattr(model, name))
         self.training = model.training
         object.__setattr__(self, "unpacked", model)
-        self._plan_options = {
-            "row_tokens": row_tokens,
-            "min_shared_tokens": min_shared_tokens,
-            "objective": objective,
-            "pad_rows": pad_rows,
-            "plan_seconds": plan_seconds,
-        }
+        self._plan_options = plan_options
         self._backend = backend
-        self._keywords = {**default_keywords(model), **forward_kwargs}
+        self._keywords = keywords
         self._self_check = self_check
         self._programs: dict[_Place, tuple[State, Program]] = {}
         # Threads that share a tree model: one of them captures, the others wait.
@@ -89,7 +93,8 @@ class TreeModel(nn.Module):
             InputError: the sequences are not usable.
             RefusedModelError: on the first call, the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call, the rewritten model differs from the unpacked one.
-            UnsupportedArgumentError: any other argument.
+            UnsupportedArgumentError: any other argument, an input whose name has no meaning on a list of sequences, or
+                one that the model's forward does not take.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         for name in others:
@@ -105,12 +110,12 @@ class TreeModel(nn.Module):
 
         Raises:
             InputError: the sequences are not usable.
-            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences.
         """
         if isinstance(sequences, Mapping):
-            for name in sequences:
-                check_keywords({} if name == _TOKENS else {name: None})
-        return plan_rows(sequences, **self._plan_options)  # type: ignore[arg-type]
+            # Before the sequences: a padded batch is told what to leave out.
+            check_inputs(input_names(sequences, _TOKENS))
+        return plan_rows(sequences, **self._plan_options)
 
     def explain(self, sequences: Sequences | None = None) -> Explanation:
         """What each mixing node of the model became, with the user's file and line; `str()` of it is a text.
@@ -122,6 +127,8 @@ class TreeModel(nn.Module):
             InputError: the sequences are not usable.
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences, or forward takes no
+                such argument.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         rows = () if sequences is None else self.plan(sequences).rows
@@ -133,6 +140,7 @@ class TreeModel(nn.Module):
         Raises:
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: the rewritten model differs from the unpacked one.
+            UnsupportedArgumentError: the model's forward does not take an argument that it is given.
             ValueError: there is no such stage.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
@@ -151,7 +159,8 @@ class TreeModel(nn.Module):
             InputError: the sequences are not usable.
             RefusedModelError: the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call in eval mode, the rewritten model differs from the unpacked one.
-            UnsupportedArgumentError: a payload has no meaning on a list of sequences.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences, or forward takes no
+                such argument.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         # Another thread must not read the modes meanwhile.
@@ -165,8 +174,8 @@ class TreeModel(nn.Module):
 
     def train(self, mode: bool = True) -> TreeModel:
         """Sets the mode of the model, as `nn.Module.train`."""
-        super().train(mode)
         self.unpacked.train(mode)
+        self.training = mode
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,6 +229,7 @@ class TreeModel(nn.Module):
 
     def _make(self, unpacked: Unpacked) -> Program:
         check_not_wrapped(unpacked.model)
+        check_inputs(unpacked.input_names)
         program = make_program(unpacked, self._backend)
         return check_program(unpacked, program) if self._self_check else program
 
@@ -249,7 +259,7 @@ def _warm_up() -> None:
 def treecompile(
     model: nn.Module,
     row_tokens: int | None = None,
-    min_shared_tokens: int = 64,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
     objective: str = "rows",
     backend: str = "inductor",
     *,
@@ -288,16 +298,14 @@ def treecompile(
     check_not_wrapped(model)
     check_keywords(forward_kwargs or {})
     check_choice("backend", backend, BACKENDS)
-    check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds)
+    plan_options: dict[str, Any] = {
+        "row_tokens": row_tokens,
+        "min_shared_tokens": min_shared_tokens,
+        "objective": objective,
+        "pad_rows": pad_rows,
+        "plan_seconds": plan_seconds,
+    }
+    check_options(**plan_options)
+    keywords = {**default_keywords(model), **(forward_kwargs or {})}
     threading.Thread(target=_warm_up, daemon=True).start()
-    return TreeModel(
-        model,
-        row_tokens=row_tokens,
-        min_shared_tokens=min_shared_tokens,
-        objective=objective,
-        backend=backend,
-        pad_rows=pad_rows,
-        plan_seconds=plan_seconds,
-        forward_kwargs=forward_kwargs or {},
-        self_check=self_check,
-    )
+    return TreeModel(model, plan_options, backend=backend, keywords=keywords, self_check=self_check)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 from torch import nn
@@ -24,23 +25,28 @@ _LOSS_HINT = (
     "compute the loss from the outputs: out = model(sequences); "
     "loss = sum(F.cross_entropy(out.logits[i][:-1], labels[i][1:]) for i in range(len(sequences)))"
 )
+_LAST_HINT = "take the part that you want of out.logits[i]: out[i] is computed for all tokens."
+_PLACE_HINT = "leave it out: a token's position is its place in its own sequence."
 _HINTS = {
     "labels": _LOSS_HINT,
-    "logits_to_keep": "take the part that you want of out.logits[i]: out[i] is computed for all tokens.",
-    "num_logits_to_keep": "take the part that you want of out.logits[i]: out[i] is computed for all tokens.",
+    "logits_to_keep": _LAST_HINT,
+    "num_logits_to_keep": _LAST_HINT,
     "attention_mask": "leave it out: sequences are passed as a list, without padding.",
-    "position_ids": "leave it out: a token's position is its place in its own sequence.",
-    "cache_position": "leave it out: a token's position is its place in its own sequence.",
+    "position_ids": _PLACE_HINT,
+    "cache_position": _PLACE_HINT,
     "past_key_values": "leave it out: sequences are passed whole.",
     "inputs_embeds": "pass token ids.",
     "use_cache": "leave it out: use_cache=False is implied.",
 }
+_WHY_LAST = "the last tokens of a row are not the last tokens of its sequences."
 _WHY = {
     "labels": "the model would mix the losses of all sequences of a row, and count shared tokens once.",
-    "logits_to_keep": "the last tokens of a row are not the last tokens of its sequences.",
-    "num_logits_to_keep": "the last tokens of a row are not the last tokens of its sequences.",
+    "logits_to_keep": _WHY_LAST,
+    "num_logits_to_keep": _WHY_LAST,
 }
 _WHY_OTHERS = "it describes one padded batch, which a tree of sequences is not."
+_TAKEN = {"self", "torch", *PLAN_INPUTS, *TREE_INPUTS}
+"""Names that the code of a graph has for something else than an input of the model."""
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
@@ -52,10 +58,22 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     for name, value in keywords.items():
         if name in _HINTS and not (name == "use_cache" and value is False):
             raise unsupported(name)
-        if name in PLAN_INPUTS or name in TREE_INPUTS:
+
+
+def check_inputs(names: Sequence[str]) -> None:
+    """Refuses names of inputs, tokens first, that have no meaning on a list of sequences or in the code of a graph.
+
+    Raises:
+        UnsupportedArgumentError: names the input and what to do instead.
+    """
+    # The tokens are passed by position, so that their name says nothing to the model.
+    check_keywords(dict.fromkeys(names[1:]))
+    for name in names:
+        if name in _TAKEN or not str(name).isidentifier() or iskeyword(name):
             raise UnsupportedArgumentError(
-                f"`{name}` cannot be used with a tree model.",
-                why="a graph of a tree model has an input of that name, which says how a row is laid out.",
+                f"`{name}` cannot be the name of an input.",
+                why="the graph of a tree model is Python code with its inputs as arguments, beside those that say how "
+                "a row is laid out.",
                 hint="give the argument another name in the model's forward.",
             )
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -129,6 +129,7 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
         LengthDependentError: the model spaces numbers evenly over the number of tokens.
         LostGradientError: the model changes gradients in a way that a graph does not keep.
         TokenMixingError: a recurrent layer carries a state from token to token.
+        UnsupportedArgumentError: the model's forward does not take an argument that it is given.
         UnsupportedOutputError: the output holds something else than tensors and plain constants.
     """
     flat = _Flat(unpacked)
@@ -173,7 +174,8 @@ def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedPr
     except TreeCompileError:
         raise
     except Exception as error:
-        raise _explained(error, fixed, detached) from error
+        given = (*flat.unpacked.input_names[1:], *flat.unpacked.keywords)
+        raise _misfit_argument(error, given) or _explained(error, fixed, detached) from error
 
 
 @contextlib.contextmanager
@@ -244,8 +246,6 @@ def _explained(error: Exception, fixed: Sequence[SourceLine], detached: Sequence
         return _spaced_by_length(fixed[-1])
     if isinstance(error, (RuntimeError, ValueError)) and "specialized it" in text:
         return _control_flow("the number of tokens", fixed[-1] if fixed else None)
-    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
-        return _unknown_argument(text)
     if isinstance(error, (RuntimeError, ValueError)) and "data-dependent" in text:
         return _control_flow("the values of tensors", line_of_trace(text) or _line_of_error(error))
     first_line, *_ = [*text.strip().splitlines(), ""]
@@ -278,10 +278,17 @@ def _keyed_by_length(where: SourceLine | None) -> ControlFlowError:
     )
 
 
-def _unknown_argument(text: str) -> UnsupportedArgumentError:
+_MISFIT = re.compile(r"(unexpected keyword argument|multiple values for (keyword )?argument) '(?P<name>\w+)'$")
+
+
+def _misfit_argument(error: Exception, given: Collection[str]) -> UnsupportedArgumentError | None:
+    """What a TypeError says of an argument that is `given` to the model's forward; None for any other error."""
+    found = _MISFIT.search(str(error)) if isinstance(error, TypeError) else None
+    if found is None or found["name"] not in given:
+        return None
     return UnsupportedArgumentError(
-        f"The model takes no such argument: {text}.",
-        why="payloads and forward_kwargs are keyword arguments of the model's forward.",
+        f"The model cannot take the argument `{found['name']}`: {found[0]}.",
+        why="payloads and forward_kwargs are keyword arguments of the model's forward, and the tokens are its first.",
         hint="leave it out, or add it to forward.",
     )
 

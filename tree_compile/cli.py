@@ -179,7 +179,7 @@ def _check(options: argparse.Namespace) -> int:
         settings = {"vocab_size": tokenizer.vocabulary} if sequences else {}
         report = treecompile(load_target(options.target, **settings)).check(sequences)
     if options.json:
-        _print_json(dataclasses.asdict(report) | {"ok": report.ok})
+        _print_json(dataclasses.asdict(report) | {"gradient_tolerance": report.gradient_tolerance, "ok": report.ok})
     else:
         print(report)
     return 0 if report.ok else _FAILED

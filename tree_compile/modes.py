@@ -16,8 +16,10 @@ from tree_compile.patches import replaced
 def evaluation(model: nn.Module) -> Iterator[None]:
     """`model` in eval mode; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        # Not by `model.eval()`: a module's own `train` may do more than what is undone below.
+        for module, _ in modes:
+            module.training = False
         yield
     finally:
         for module, training in modes:

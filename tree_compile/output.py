@@ -41,7 +41,7 @@ class RowResult:
 
 
 class PerSequence(Sequence[Part], Generic[Part]):
-    """One value for every sequence, found by the sequence's number in the batch."""
+    """One value for every sequence, found by the sequence's number in the batch; -1 is the last one that is here."""
 
     def __init__(self, sequence_ids: Sequence[int], values: Mapping[int, Any]) -> None:
         self._ids = sequence_ids
@@ -59,7 +59,7 @@ class PerSequence(Sequence[Part], Generic[Part]):
     def __getitem__(self, sequence: Any) -> Any:
         if isinstance(sequence, slice):
             return [self._values[number] for number in self._ids[sequence]]
-        number = sequence + len(self._ids) if sequence < 0 else sequence
+        number = self._ids[sequence] if -len(self._ids) <= sequence < 0 else sequence
         if number not in self._values:
             raise IndexError(f"there is no sequence {sequence} here, only {_numbers(self._ids)}")
         return self._values[number]

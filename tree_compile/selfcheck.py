@@ -34,7 +34,7 @@ class CheckReport:
         greatest_output_difference: over all outputs, each tensor of an output relative to its greatest number.
         greatest_gradient_difference: over all parameters, each relative to its greatest gradient; None where no
             gradients were compared.
-        tolerance: what is allowed for both.
+        tolerance: what is allowed for outputs.
         worst_parameter: the parameter with the greatest difference of gradients.
         input_tokens, packed_tokens, rows: of the sequences that were compared.
     """
@@ -48,20 +48,31 @@ class CheckReport:
     rows: int
 
     @property
+    def gradient_tolerance(self) -> float:
+        """What is allowed for gradients."""
+        return _GRADIENT_ROUNDING * self.tolerance
+
+    @property
+    def outputs_ok(self) -> bool:
+        """Whether the outputs are within their tolerance."""
+        return self.greatest_output_difference <= self.tolerance
+
+    @property
     def ok(self) -> bool:
-        """Whether both differences are within the tolerance."""
-        gradient = self.greatest_gradient_difference or 0.0
-        return self.greatest_output_difference <= self.tolerance and gradient <= self.tolerance
+        """Whether outputs and gradients are within their tolerances."""
+        return self.outputs_ok and (self.greatest_gradient_difference or 0.0) <= self.gradient_tolerance
 
     def __str__(self) -> str:
-        verdict = "equal" if self.ok else "NOT EQUAL"
+        difference, allowed = "greatest relative difference", "where rounding allows"
+        verdict = ("equal", "up to rounding") if self.ok else ("NOT EQUAL", "by more than rounding")
         lines = [
-            f"{verdict} to the unpacked model, within {self.tolerance:.1e}",
-            f"  outputs:   greatest relative difference {self.greatest_output_difference:.1e}",
+            " to the unpacked model, ".join(verdict),
+            f"  outputs:   {difference} {self.greatest_output_difference:.1e}, {allowed} {self.tolerance:.0e}",
         ]
         if self.greatest_gradient_difference is not None:
             where = f" ({self.worst_parameter})" if self.worst_parameter else ""
-            lines.append(f"  gradients: greatest relative difference {self.greatest_gradient_difference:.1e}{where}")
+            found = f"{self.greatest_gradient_difference:.1e}{where}"
+            lines.append(f"  gradients: {difference} {found}, {allowed} {self.gradient_tolerance:.0e}")
         lines.append(f"  {self.input_tokens} tokens in, {self.packed_tokens} computed, {self.rows} rows")
         return "\n".join(lines)
 
@@ -78,19 +89,17 @@ def compare(
     with torch.inference_mode(False), torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
         alone = _unpacked_side(unpacked, plan, program, weights, parameters)
-    worst, gradient_difference = _worst_gradient_of(packed, alone, parameters)
+    worst, gradient_difference = _worst_gradient_of(packed, alone)
     return CheckReport(
         relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
         worst, plan.input_tokens, plan.packed_tokens, len(plan.rows),
     )  # fmt: skip
 
 
-def _worst_gradient_of(packed: _Side, alone: _Side, parameters: Mapping[str, nn.Parameter]) -> tuple[str, float | None]:
+def _worst_gradient_of(packed: _Side, alone: _Side) -> tuple[str, float | None]:
     """As `worst_gradient`; None where neither side's outputs depend on the parameters."""
-    if not packed.gradients and not alone.gradients:
-        return "", None
-    zeros = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    return worst_gradient(packed.gradients, {**zeros, **alone.gradients})
+    expected = alone.gradients or {name: torch.zeros_like(found) for name, found in packed.gradients.items()}
+    return worst_gradient(packed.gradients, expected) if expected else ("", None)
 
 
 @dataclass(frozen=True)
@@ -137,12 +146,13 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _weights(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.device, part.dtype) for part in own]
-        if all(part.is_floating_point() for part in own)
-        else [torch.ones_like(part) for part in own]
-        for own in parts
-    ]
+    return [[_weight(part, generator) for part in own] for own in parts]
+
+
+def _weight(part: Tensor, generator: torch.Generator) -> Tensor:
+    if not part.is_floating_point():
+        return torch.ones_like(part)
+    return torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.device, part.dtype)
 
 
 def _gradients(
@@ -215,11 +225,8 @@ def self_check(unpacked: Unpacked, program: Program) -> None:
     """
     plan = plan_rows(small_tree(program, unpacked.input_names), min_shared_tokens=1)
     report = compare(unpacked, plan, program.run_uncompiled, program, _smallest(trained_parameters(unpacked.model)))
-    if not report.greatest_output_difference <= report.tolerance:
-        raise _differs("", report.greatest_output_difference, report.tolerance)
-    if not (report.greatest_gradient_difference or 0.0) <= _GRADIENT_ROUNDING * report.tolerance:
-        part = f" in the gradient of {report.worst_parameter}"
-        raise _differs(part, report.greatest_gradient_difference or 0.0, _GRADIENT_ROUNDING * report.tolerance)
+    if not report.ok:
+        raise _differs(report)
 
 
 def _smallest(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -229,7 +236,11 @@ def _smallest(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]
     return {name: p for (name, p), total in zip(by_size, totals, strict=True) if total <= _MOST_GRADIENTS}
 
 
-def _differs(part: str, found: float, allowed: float) -> SelfCheckError:
+def _differs(report: CheckReport) -> SelfCheckError:
+    part, found, allowed = "", report.greatest_output_difference, report.tolerance
+    if report.outputs_ok:
+        part, allowed = f" in the gradient of {report.worst_parameter}", report.gradient_tolerance
+        found = report.greatest_gradient_difference or 0.0
     return SelfCheckError(
         f"The rewritten model and the unpacked model differ on a small random tree{part}: "
         f"by {found:.1e} relative, where rounding allows {allowed:.0e}.",

@@ -22,8 +22,8 @@ from tree_compile.passes.source import is_own
 from tree_compile.patches import original_of
 from tree_compile.unpacked import device_of
 
-_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
-_EXACT = frozenset([bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
+_EXACT = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (*_EXACT, enum.Enum)
 _BY_TEXT = (float, complex)
 """nan is not equal to itself, and 0.0 is equal to -0.0."""
 _CACHED = type(functools.cache(lambda: None))
@@ -147,8 +147,6 @@ class _Reader:
             self.entries.append((path, name, (kind, value)))
         elif kind is float:
             self.entries.append((path, name, repr(value)))
-        elif id(value) in self._seen:
-            self.entries.append((path, name, self._seen[id(value)][0]))
         elif isinstance(value, nn.Module):
             self.read_module(f"{path}.{name}".strip("."), value)
         elif (found := _value(value)) is not None:

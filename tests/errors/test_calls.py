@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 
-from tests.errors.refusal import Tiny
-from tree_compile import treecompile
+from tests.errors.refusal import Tiny, require_refusal
+from tree_compile import plan_rows, treecompile
 from tree_compile.errors import CaptureError, TokenMixingError, UnsupportedArgumentError, WrappedModelError
 from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
 from tree_compile.tiny import tiny_model
@@ -41,11 +42,33 @@ class TakesAny(Tiny):
         return super().forward(ids)
 
 
-@pytest.mark.parametrize("name", [*PLAN_INPUTS, *TREE_INPUTS])
-def test_payload_with_the_name_of_an_input_of_the_plan_is_refused(name):
-    model = treecompile(TakesAny(lambda model, x, ids: model.project[0](x)), backend="eager")
-    with pytest.raises(UnsupportedArgumentError, match=name):
-        model({"input_ids": SEQUENCES, name: SEQUENCES})
+def takes_any():
+    return treecompile(TakesAny(lambda model, x, ids: model.project[0](x)), min_shared_tokens=1, backend="eager")
+
+
+GIVEN = [lambda inputs: inputs, plan_rows, lambda inputs: plan_rows(inputs).rows[0]]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=["dict", "plan", "row"])
+@pytest.mark.parametrize("name", [*PLAN_INPUTS, *TREE_INPUTS, "self", "torch", "class", "two words", ""])
+def test_input_whose_name_the_code_of_a_graph_cannot_have_is_refused(name, given):
+    for inputs in ({"input_ids": SEQUENCES, name: SEQUENCES}, {name: SEQUENCES}):
+        with pytest.raises(UnsupportedArgumentError, match=f"`{name}` cannot be the name of an input"):
+            takes_any()(given(inputs))
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=["dict", "plan", "row"])
+def test_payload_of_one_padded_batch_is_refused_wherever_it_is_given(given):
+    for name in ("labels", "position_ids"):
+        with pytest.raises(UnsupportedArgumentError, match=f"`{name}` cannot be used"):
+            takes_any()(given({"input_ids": SEQUENCES, name: SEQUENCES}))
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=["dict", "plan", "row"])
+def test_tokens_may_have_any_name_since_they_are_passed_by_position(given):
+    model = takes_any()
+    for out in (model(given({"labels": SEQUENCES})), model(given({"labels": SEQUENCES, "kind": SEQUENCES}))):
+        torch.testing.assert_close(out[0], model.unpacked(torch.tensor(SEQUENCES[:1]))[0])
 
 
 @pytest.mark.parametrize(("name", "value", "hint"), ARGUMENTS, ids=[name for name, *_ in ARGUMENTS])
@@ -84,6 +107,28 @@ def test_unknown_argument_is_refused_with_the_two_ways_to_pass_it():
         model(SEQUENCES, token_type_ids=SEQUENCES)
     assert "model({'input_ids': […], 'token_type_ids': […]})" in raised.value.hint
     assert "forward_kwargs={'token_type_ids': …}" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keywords", "why"),
+    [
+        ({"input_ids": SEQUENCES, "kind": SEQUENCES}, {}, "unexpected keyword argument 'kind'"),
+        ({"input_ids": SEQUENCES}, {"kind": 1}, "unexpected keyword argument 'kind'"),
+        ({"input_ids": SEQUENCES}, {"ids": 1}, "multiple values for argument 'ids'"),
+        ({"input_ids": SEQUENCES, "kind": SEQUENCES}, {"kind": 1}, "multiple values for keyword argument 'kind'"),
+    ],
+)
+def test_argument_that_forward_does_not_take_is_refused(inputs, keywords, why):
+    with pytest.raises(UnsupportedArgumentError, match=why):
+        treecompile(plain(), backend="eager", forward_kwargs=keywords)(inputs)
+
+
+def misspelt(model, x, ids):
+    return F.relu(x, inplce=True)
+
+
+def test_wrong_argument_inside_of_the_model_is_named_at_its_line():
+    require_refusal(Tiny(misspelt), CaptureError, "F.relu(x, inplce=True)", "as one graph", __file__)
 
 
 def test_output_of_attention_weights_is_refused():

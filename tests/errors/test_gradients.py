@@ -246,9 +246,35 @@ def write_without_gradients(model, x, ids):
     return x
 
 
-def test_write_without_gradients_into_a_tensor_with_them_is_refused():
-    step = Tiny(write_without_gradients)
-    require_refusal(step, LostGradientError, "x.mul_(2)", "its gradient does not", __file__)
+def write_without_gradients_and_autocast(model, x, ids):
+    x = x + 0
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x.mul_(2)
+    return x
+
+
+def write_without_gradients_into_a_view(model, x, ids):
+    x = x + 0
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cpu", enabled=False):
+        x.flatten(-1).mul_(2)
+    return x
+
+
+WRITES = [write_without_gradients, write_without_gradients_and_autocast, write_without_gradients_into_a_view]
+
+
+@pytest.mark.parametrize("step", WRITES)
+def test_write_without_gradients_into_a_tensor_with_them_is_refused(step):
+    require_refusal(Tiny(step), LostGradientError, "mul_(2)", "its gradient does not", __file__)
+
+
+def test_write_without_gradients_into_a_tensor_of_the_region_is_exact():
+    def step(model, x, ids):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            gate = model.project[0](x).mul_(2)
+        return x * gate
+
+    assert tree_model(Tiny(step)).check().ok
 
 
 def hook_on_a_node(model, x, ids):

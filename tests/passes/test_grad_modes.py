@@ -40,6 +40,8 @@ UNCHANGED = [
     lambda hidden: hidden.type_as(hidden).cpu().double(),
     lambda hidden: hidden.contiguous(),
     lambda hidden: hidden.flatten(1, 1),
+    lambda hidden: +hidden,
+    lambda hidden: hidden.conj_physical(),
     lambda hidden: F.dropout(hidden, 0.5, training=False),
     autocast_off,
 ]

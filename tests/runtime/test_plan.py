@@ -1,5 +1,6 @@
 """Rows as they are computed: tokens, positions, parents, and where each sequence lies."""
 
+import copy
 import pickle
 import time
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.batches import ancestors, batches, chain, ranges_touch
 from tests.runtime.pages import run_page
-from tree_compile.errors import PlanError
+from tree_compile.errors import PlanError, TokenTypeError
 from tree_compile.runtime.layout import END, PARENT, SEGMENT_COLUMNS
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
@@ -336,8 +337,17 @@ def test_row_is_pickled_with_its_own_tokens_alone():
     plan = plan_rows([[1, 2, 3], [1, 2, 4], [9] * 1_000], row_tokens=1_000, min_shared_tokens=1)
     row = plan.rows[plan.row_of(0)]
     sent = pickle.dumps(row)
-    assert pickle.loads(sent).tokens.tolist() == row.tokens.tolist()
+    received = pickle.loads(sent)
+    assert received.tokens.tolist() == row.tokens.tolist()
     assert len(sent) < 4_000
+    for again in (pickle.loads(pickle.dumps(received)), copy.copy(received), copy.deepcopy(received)):
+        assert again.tokens.tolist() == row.tokens.tolist()
+
+
+def test_row_of_a_plan_without_sequences_is_pickled_without_tokens():
+    row = pickle.loads(pickle.dumps(plan_rows([[1, 2, 3], [1, 2, 4]]))).rows[0]
+    with pytest.raises(PlanError, match="without its sequences"):
+        pickle.loads(pickle.dumps(row)).tokens  # noqa: B018
 
 
 @given(batches(), st.integers(0, 8), MIN_SHARED)
@@ -397,6 +407,14 @@ class OnADevice(torch.Tensor):
         raise TypeError("can't convert device tensor to numpy")
 
 
+@pytest.mark.parametrize("mask", [None, [0, [1, 1]], ["a", "b"]], ids=str)
+def test_trainable_that_is_no_list_of_marks_is_told_what_marks_are(mask):
+    with pytest.raises(TokenTypeError) as raised:
+        plan_rows([[1, 2], [3, 4]], share="context", trainable=[[0, 1], mask])
+    assert "whether it is trained on" in raised.value.why
+    assert "one 0 or 1 for every token" in raised.value.hint
+
+
 def test_trainable_may_be_a_tensor_on_a_device():
     marks = torch.tensor([0, 1]).as_subclass(OnADevice)
     plan = plan_rows([[1, 2], [1, 2]], min_shared_tokens=1, share="context", trainable=[marks, marks])
@@ -412,7 +430,8 @@ def test_trainable_may_be_a_tensor_on_a_device():
         ({"share": "context", "trainable": [[1]]}, "does not fit sequence 0"),
         ({"share": "context", "trainable": [[0, 1]] * 2}, "trainable is for 2 sequences, and the batch has 1"),
         ({"share": "context", "trainable": 1}, "trainable is a int, not a list"),
-        ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType"),
+        ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType, not a list of bools"),
+        ({"share": "context", "trainable": [[0, [1, 1]]]}, "trainable of sequence 0 is not a flat list of bools"),
         ({"share": "context", "trainable": [["a", "b"]]}, "trainable of sequence 0 is of type <U1"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.runtime.batches import batches, chain, leaves_by_row, row_sizes, tree_of
 from tests.runtime.pages import run_page
 from tree_compile.errors import SequenceTooLongError
-from tree_compile.runtime.bounds import row_bounds
+from tree_compile.runtime.bounds import packing_bounds
 from tree_compile.runtime.constructions import constructions
 from tree_compile.runtime.leaves import leaves_of
 from tree_compile.runtime.options import Budget
@@ -43,7 +43,7 @@ def test_rows_are_numbered_by_their_first_leaves(sequences, room, objective):
 def test_one_row_without_a_limit():
     tree = tree_of([[1, 2], [1, 3], [4]])
     assert leaves_by_row(tree, pack_rows(tree, None)[0]) == [tree.leaves.tolist()]
-    assert row_bounds(tree, None) == (1, 4)
+    assert packing_bounds(tree, None) == (1, 4)
 
 
 def test_sequence_as_long_as_a_row_fits():
@@ -90,7 +90,7 @@ def test_published_example_takes_two_rows(workloads):
 def test_rows_are_near_the_bound(workloads, family, over):
     sequences, row_tokens = workloads.FAMILIES[family]()
     tree = tree_of(sequences, 64)
-    bound, _ = row_bounds(tree, row_tokens)
+    bound, _ = packing_bounds(tree, row_tokens)
     assert bound <= rows_of(tree, row_tokens) <= over * bound
 
 
@@ -111,7 +111,7 @@ def test_10000_leaves_are_packed_in_seconds():
     rows = rows_of(tree, 1_200)
     assert time.perf_counter() - begin < 10
     # A group has 100 + 10 x 20 tokens, so that four fill a row.
-    assert rows == row_bounds(tree, 1_200)[0] == 250
+    assert rows == packing_bounds(tree, 1_200)[0] == 250
 
 
 def test_budget_of_attempts_gives_the_same_rows_each_time():

@@ -152,6 +152,16 @@ def test_payload_with_a_missing_sequence_is_refused():
         as_batch({"input_ids": [[1], [2]], "kind": [[0]]})
 
 
+def test_some_sequences_of_a_batch_keep_their_arrays():
+    batch = as_batch({"input_ids": [[1], [2, 3], [4]], "kind": [[5], [6, 7], [8]]})
+    some = batch.of(iter([2, 0]))
+    assert {name: [values.tolist() for values in own] for name, own in some.inputs.items()} == {
+        "input_ids": [[4], [1]],
+        "kind": [[8], [5]],
+    }
+    assert some.tokens[0] is batch.tokens[2]
+
+
 def test_planning_does_not_import_torch():
     code = (
         "import sys, tree_compile.runtime.planning as p; p.plan_rows([[1, 2], [1, 3]]); print('torch' in sys.modules)"

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,11 +94,6 @@ def test_segment_is_shared_from_64_tokens_on():
         return len(build_prefix_tree(as_batch([[7] * shared + [1], [7] * shared + [2]])))
 
     assert (segments(63), segments(64)) == (2, 3)
-
-
-def test_min_shared_tokens_below_one_is_refused():
-    with pytest.raises(ValueError, match="min_shared_tokens is 0"):
-        build_prefix_tree(as_batch([[1]]), 0)
 
 
 def test_chain_of_5000_segments_is_built():

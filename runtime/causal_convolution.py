@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.mixers import mixer, require_shape
 from tree_compile.runtime.row_tree import RowTree
 
 __all__ = ["causal_convolution", "token_shift"]
@@ -25,7 +25,12 @@ def causal_convolution(
 
     Returns:
         [B, T, D] in the dtype of `values`; sums are kept in float32 at least.
+
+    Raises:
+        ValueError: `weight` or `bias` has another shape.
     """
+    require_shape("weight", weight, (values.shape[2], weight.shape[-1]))
+    require_shape("bias", bias, (values.shape[2],))
     width, dtype = weight.shape[-1], torch.promote_types(values.dtype, torch.float32)
     wide, weight = values.to(dtype), weight.to(dtype)
     rows = _with_zero_row(wide)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
-from tree_compile.runtime.mixers import computed_in, mixer
+from tree_compile.runtime.mixers import computed_in, mixer, require_shape
 from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
-from tree_compile.runtime.row_tree import RowTree, is_padding, tree_of_chains
+from tree_compile.runtime.row_tree import RowTree, is_padding, row_or_chains
 
 __all__ = [
     "decay_linear_attention",
@@ -76,6 +76,10 @@ def gated_delta_rule(
     Returns:
         [B, T, H, E] in the dtype of `value`; and, where asked for, the states after the last token of each sequence,
         [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`.
+
+    Raises:
+        ValueError: there are no tokens, a tensor has another shape, or H is not a multiple of Hk; `initial_state` has
+            not one state for each root; or `tree` is given and B is not 1.
     """
     return _recurrence(
         query,
@@ -122,7 +126,7 @@ def delta_rule(
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Delta rule without decay: as `gated_delta_rule` with a decay of 0."""
-    kept = torch.zeros_like(beta)[..., None]
+    kept = torch.zeros_like(value[..., :1])
     return _recurrence(
         query, key, value, kept, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
     )
@@ -203,7 +207,17 @@ def state_space_scan(
 
     Returns:
         [B, T, H, E] in the dtype of `values`; and the final states or None, with D and E the other way round.
+
+    Raises:
+        ValueError: as in `gated_delta_rule`.
     """
+    batch, length, heads, width = values.shape
+    require_shape("step", step, (batch, length, heads))
+    require_shape("rate", rate, (heads,))
+    require_shape("read", read, tuple(write.shape))
+    require_shape("skip", skip, (heads,))
+    if initial_state is not None:
+        require_shape("initial_state", initial_state, (len(initial_state), heads, width, write.shape[-1]))
     dtype = computed_in(values)
     wide, step = values.to(dtype), step.to(dtype)
     start = None if initial_state is None else initial_state.transpose(-1, -2)
@@ -226,8 +240,9 @@ def _recurrence(
     options: LinearOptions,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length = value.shape[:2]
-    row = tree_of_chains(batch, length, value.device) if tree is None else tree
-    inputs = LinearInputs(query, key, value, decay, beta).of_each(lambda x: x.flatten(0, 1)[None])
+    row, given = row_or_chains(tree, "value", value), LinearInputs(query, key, value, decay, beta)
+    _require_shapes(given, options.initial_state)
+    inputs = given.of_each(lambda x: x.flatten(0, 1)[None])
     compute = by_kernels if kernels_can(key, value) else by_chunks
     # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
     with torch.autocast(value.device.type, enabled=False):
@@ -235,3 +250,16 @@ def _recurrence(
     out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
     # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
     return out if tree is None else torch.where(is_padding(tree)[:, None, None], value, out), final
+
+
+def _require_shapes(given: LinearInputs, initial: Tensor | None) -> None:
+    batch, length, heads, out_width = given.value.shape
+    key_heads, width = given.key.shape[2:]
+    if heads % key_heads:
+        raise ValueError(f"{heads} heads of value are not a multiple of {key_heads} heads of key")
+    require_shape("key", given.key, (batch, length, key_heads, width))
+    require_shape("query", given.query, (batch, length, key_heads, width))
+    require_shape("decay", given.decay, (batch, length, heads, 1), (batch, length, heads, width))
+    require_shape("beta", given.beta, (batch, length, heads))
+    if initial is not None:
+        require_shape("initial_state", initial, (len(initial), heads, width, out_width))

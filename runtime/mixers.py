@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["MIXERS", "Mixer", "computed_in", "mixer", "one_node"]
+__all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_shape"]
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -84,6 +84,16 @@ def _check_names(op: Callable[..., Any], tokens: Mapping[str, int | None], like:
 def computed_in(values: Tensor) -> torch.dtype:
     """The dtype in which ops carry states: float64 where the values are, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def require_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...]) -> None:
+    """Refuses the argument `name` of an op where broadcasting would take it for something else.
+
+    Raises:
+        ValueError: `tensor` is given, and has none of the shapes.
+    """
+    if tensor is not None and all(tuple(tensor.shape) != shape for shape in shapes):
+        raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {' or '.join(map(str, shapes))}")
 
 
 def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:

@@ -18,7 +18,9 @@ __all__ = [
     "by_first_chunk",
     "in_chunks",
     "in_row",
+    "is_padding",
     "last_chunks",
+    "row_or_chains",
     "tree_of_chains",
     "tree_of_segments",
 ]
@@ -90,6 +92,27 @@ def tree_of_chains(sequences: int, length: int, device: torch.device) -> RowTree
     tokens, place, chunk_parent = _chunks(starts.ravel(), ends.ravel(), above.ravel(), len(parent), starts.size)
     segments = torch.from_numpy(np.stack([first, past, past, none - 1, none], axis=1))
     return RowTree(torch.from_numpy(parent), tokens, place, chunk_parent, segments).to(device)
+
+
+def row_or_chains(tree: RowTree | None, name: str, values: Tensor) -> RowTree:
+    """The tree that an op reads: `tree`, or where there is none that of the sequences of a batch.
+
+    Args:
+        tree: that of a row.
+        name: what the op calls `values`.
+        values: [B, T, …].
+
+    Raises:
+        ValueError: there are no tokens, or a batch of rows.
+    """
+    batch, length = values.shape[:2]
+    if batch * length == 0:
+        raise ValueError(f"no tokens: {name} is {tuple(values.shape)}")
+    if tree is None:
+        return tree_of_chains(batch, length, values.device)
+    if batch != 1:
+        raise ValueError(f"a batch of {batch} over one tree; {name} must be one row, [1, T, …]")
+    return tree
 
 
 def in_chunks(values: Tensor, tree: RowTree) -> Tensor:

@@ -307,6 +307,49 @@ def test_every_root_starts_from_its_own_state(name: str) -> None:
         op(**inputs, tree=tree, initial_state=initial[:1])
 
 
+MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
+    "heads of a decay": ("gated delta rule", "decay", (1, 50, 2), "decay"),
+    "a decay one token short": ("gated delta rule", "decay", (1, 49, HEADS), "decay"),
+    "channels of a decay": ("kimi delta attention", "decay", (1, 50, HEADS, D - 1), "decay"),
+    "a decay of one number": ("linear attention with a decay per head", "decay", (1,), "decay"),
+    "heads of beta": ("gated delta rule", "beta", (1, 50, 1), "beta"),
+    "channels of beta": ("delta rule", "beta", (1, 50, HEADS, HEADS), "beta"),
+    "a shorter key": ("gated delta rule", "key", (1, 40, KEY_HEADS, D), "key"),
+    "a wider query": ("gated linear attention", "query", (1, 50, KEY_HEADS, D + 1), "query"),
+    "heads that do not divide": ("gated delta rule", "value", (1, 50, 3, E), "3 heads of value"),
+    "a state of one head": ("gated delta rule", "initial_state", (1, 1, D, E), "initial_state"),
+    "no tokens": ("gated delta rule", "value", (1, 0, HEADS, E), "no tokens"),
+    "heads of a step": ("state space scan", "step", (1, 50, 1), "step"),
+    "a rate for each token": ("state space scan", "rate", (50, 1), "rate"),
+    "heads of a skip": ("state space scan", "skip", (2,), "skip"),
+    "tokens of read": ("state space scan", "read", (1, 49, KEY_HEADS, D), "read"),
+    "a state of one head and channel": ("state space scan", "initial_state", (1, HEADS, 1, D), "initial_state"),
+    "channels of a step": ("selective scan", "step", (1, 50, 1), "step"),
+    "a rate of one channel": ("selective scan", "rate", (1, E), "rate"),
+    "one number for write": ("selective scan", "write", (1, 50, 1), "write"),
+    "a skip for each token": ("selective scan", "skip", (50, 1), "skip"),
+    "a selective state of one channel": ("selective scan", "initial_state", (1, 1, E), "initial_state"),
+    "no tokens to scan": ("selective scan", "values", (1, 0, D), "no tokens"),
+    "a weight of one channel": ("convolution", "weight", (1, 4), "weight"),
+    "a bias for each token": ("convolution", "bias", (50, 1), "bias"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_shape_that_does_not_fit_is_refused(case: str) -> None:
+    name, key, shape, why = MISFITS[case]
+    op, _, make = OPS[name]
+    with pytest.raises(ValueError, match=f"^{why}"):
+        op(**make(50) | {key: normal(*shape)})
+
+
+def test_batch_over_a_tree_is_refused() -> None:
+    (row,) = plan_rows([[1] * 50], min_shared_tokens=1).rows
+    inputs = {name: value.expand(2, *value.shape[1:]) for name, value in delta_inputs(50).items()}
+    with pytest.raises(ValueError, match="a batch of 2"):
+        linear.gated_delta_rule(**inputs, tree=tree_of(row))
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_siblings_in_another_order_give_identical_results(name: str) -> None:
     torch.manual_seed(0)

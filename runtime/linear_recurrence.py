@@ -201,7 +201,7 @@ def state_space_scan(
         write: [B, T, G, D]; head h takes group h // (H // G).
         read: [B, T, G, D].
         tree: as in `gated_delta_rule`.
-        skip: [H], factor of the values that are added to the output.
+        skip: [H] or [H, E], factor of the values that are added to the output.
         initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
         output_final_state: as in `gated_delta_rule`.
 
@@ -215,7 +215,7 @@ def state_space_scan(
     require_shape("step", step, (batch, length, heads))
     require_shape("rate", rate, (heads,))
     require_shape("read", read, tuple(write.shape))
-    require_shape("skip", skip, (heads,))
+    require_shape("skip", skip, (heads,), (heads, width))
     if initial_state is not None:
         require_shape("initial_state", initial_state, (len(initial_state), heads, width, write.shape[-1]))
     dtype = computed_in(values)
@@ -226,7 +226,7 @@ def state_space_scan(
         read, write, written, decay, None, tree, LinearOptions(1.0, False, start, output_final_state)
     )
     if skip is not None:
-        out = out + wide * skip[:, None]
+        out = out + wide * skip.reshape(heads, -1)
     return out.to(values.dtype), None if states is None else states.transpose(-1, -2)
 
 

@@ -69,7 +69,7 @@ def state_space_scan(x, initial_state=None):
     start = None if initial_state is None else initial_state.mT
     values = x["values"] * x["step"][..., None]
     out, state = delta(x["read"], x["write"], values, decay, None, scale=1.0, initial_state=start)
-    return out + x["values"] * x["skip"][:, None], state.mT
+    return out + x["values"] * x["skip"].reshape(HEADS, -1), state.mT
 
 
 def selective(x, initial_state=None):
@@ -151,6 +151,11 @@ STATES: dict[str, Op] = {
         lambda tokens: without(delta_inputs(tokens), "beta", "decay") | {"decay": -normal(HEADS).exp()},
     ),
     "state space scan": (linear.state_space_scan, state_space_scan, space_inputs),
+    "state space scan with a skip per channel": (
+        linear.state_space_scan,
+        state_space_scan,
+        lambda tokens: space_inputs(tokens) | {"skip": normal(HEADS, E)},
+    ),
     "selective scan": (selective_scan, selective, selective_inputs),
 }
 OPS: dict[str, Op] = {

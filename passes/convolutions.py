@@ -51,23 +51,25 @@ def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -
         rows = call(graph, aten.permute.default, (in_dtype(graph, values, dtype), [0, 2, 1]), node.meta)
         weight = call(graph, aten.squeeze.dim, (in_dtype(graph, given["weight"], dtype), 1), node.meta)
         bias = None if given["bias"] is None else in_dtype(graph, given["bias"], dtype)
-        tensors = {"values": rows, "weight": weight} | ({} if bias is None else {"bias": bias})
+        tensors = {"values": rows, "weight": weight, "bias": bias}
         convolved, finding = insert_mixer(graph, node, causal_convolution, tensors)
         result = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
     if not cuts:
         node.replace_all_uses_with(result)
     for cut in cuts:
-        _replace_cut(graph, cut, result)
+        _replace_cut(graph, node, cut, result)
     return [finding]
 
 
-def _replace_cut(graph: fx.Graph, cut: list[fx.Node], result: fx.Node) -> None:
+def _replace_cut(graph: fx.Graph, node: fx.Node, cut: list[fx.Node], result: fx.Node) -> None:
     """Puts what stands between a convolution and the cut to T tokens after a convolution that needs no cut."""
     *between, last = cut
+    replaced = {node: result}
     for step in between:
+        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda given: replaced.get(given, given))
         with graph.inserting_before(step):
-            result = call(graph, step.target, (result, *step.args[1:]), step.meta, **step.kwargs)
-    last.replace_all_uses_with(result)
+            replaced[step] = call(graph, step.target, args, step.meta, **kwargs)
+    last.replace_all_uses_with(replaced[[node, *between][-1]])
 
 
 def _is_depthwise(given: dict[str, Any]) -> bool:

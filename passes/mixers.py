@@ -93,11 +93,14 @@ def has_kernels(found: Mixer, arguments: Mapping[str, Any]) -> bool:
 
 
 def _rule(step: Step) -> Result:
-    """Tokens must be in the order of the row, along the dimension that the op has for them."""
+    """Tokens must be in the order of the row, along the dimension that the op has for them.
+
+    A tensor without that dimension is a parameter, as a decay for each head.
+    """
     found = MIXERS[step.node.target.__name__]  # type: ignore[union-attr]
     for name, dim in found.tokens.items():
         if step.arguments.get(name) is not None:
-            _require(step, name, dim)
+            _require(step, name, dim if dim is not None and dim < len(shape_of(step[name])) else None)
     axes = _axes(len(shape_of(step[found.like])), found.tokens[found.like])
     return Value(axes) if found.state is None else (Value(axes),)
 

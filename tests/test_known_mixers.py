@@ -54,7 +54,8 @@ CALLS = {
     "the loop over tokens": lambda q, k, v, g, b: qwen.torch_recurrent_gated_delta_rule(q, k, v, g, b)[0],
     "our op": lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, b, scale=0.5, normalize=True)[0],
     "our op with ones": lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, torch.ones_like(b))[0],
-    "a decay for each head": lambda q, k, v, g, b: decay_linear_attention(q, k, v, g - g.detach() - 0.1)[0],
+    "a decay for each token": lambda q, k, v, g, b: decay_linear_attention(q, k, v, g)[0],
+    "a decay for each head": lambda q, k, v, g, b: decay_linear_attention(q, k, v, torch.tensor([-0.1, -0.7]))[0],
 }
 
 

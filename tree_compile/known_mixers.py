@@ -238,7 +238,7 @@ def _minimax(
         raise _refused("is given a mask", "leave attention_mask out: sequences are passed without padding.")
     shape = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     query, key, value = self.act_fn(self.qkv_proj(hidden_states)).reshape(shape).split(self.head_dim, dim=3)
-    decay = (-self.slope_rate.reshape(-1)).expand(value.shape[:3])
+    decay = -self.slope_rate.reshape(-1)
     out = one_node(linear.decay_linear_attention, query=query, key=key, value=value, decay=decay, scale=1.0)
     out = self.norm(out.reshape(*hidden_states.shape[:2], -1))
     return self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out), None

@@ -265,10 +265,10 @@ def _mamba2(
     return one_node(linear.state_space_scan, values=values, step=step, rate=A, write=write, read=read, skip=D)
 
 
-def _mamba2_kernel(x: Tensor, z: Tensor | None = None, **others: Any) -> Tensor:
-    """`mamba_chunk_scan_combined` of the package mamba_ssm."""
-    out = _mamba2(x, **others)
-    return (out if z is None else out * F.silu(z)).to(x.dtype)
+def _mamba2_kernel(x: Tensor, dt: Tensor, z: Tensor | None = None, **others: Any) -> Tensor:
+    """`mamba_chunk_scan_combined` of the package mamba_ssm, which computes in float32."""
+    out = _mamba2(x, dt.float(), **others)
+    return (out if z is None else out * F.silu(z.float())).to(x.dtype)
 
 
 def _selective_scan(
@@ -286,11 +286,14 @@ def _selective_scan(
     return out if z is None else out * F.silu(z)
 
 
-def _selective_scan_kernel(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **others: Any) -> Tensor:
-    """`selective_scan_fn` of the package mamba_ssm."""
+def _selective_scan_kernel(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None = None, **others: Any
+) -> Tensor:
+    """`selective_scan_fn` of the package mamba_ssm, which computes in float32."""
     if A.is_complex() or B.dim() != 3 or C.dim() != 3:
         raise _refused("has complex, fixed or grouped parameters", "use real A [D, N], and B and C [B, N, T].")
-    return _selective_scan(u, delta, A, B, C, **others).to(u.dtype)
+    gate = None if z is None else z.float()
+    return _selective_scan(u.float(), delta.float(), A, B, C, z=gate, **others).to(u.dtype)
 
 
 def _cannot_be_captured(name: str) -> Replacement:

@@ -24,7 +24,7 @@ Inputs = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def _seeded():
     torch.manual_seed(0)
 
 

@@ -75,10 +75,16 @@ def test_double_precision_model_is_computed_in_float32_where_the_function_is():
 
 STATE = torch.zeros(1, 2, 4, 4)
 REFUSED = {
-    "a given state": (lambda q, k, v, g, b: chunked(q, k, v, g, b, initial_state=STATE)[0], "from a given state"),
-    "its final state": (lambda q, k, v, g, b: chunked(q, k, v, g, b, output_final_state=True)[0], "its final state"),
+    "a given state": (lambda q, k, v, g, b: chunked(q, k, v, g, b, initial_state=STATE)[0], "with `initial_state`"),
+    "its final state": (
+        lambda q, k, v, g, b: chunked(q, k, v, g, b, output_final_state=True)[0],
+        "with `output_final_state`",
+    ),
     "a scale that transformers ignores": (lambda q, k, v, g, b: plain(q, k, v, g, b, scale=1.0)[0], "with `scale`"),
-    "the state of our op": (lambda q, k, v, g, b: delta_rule(q, k, v, b, initial_state=STATE)[0], "a given state"),
+    "the state of our op": (
+        lambda q, k, v, g, b: delta_rule(q, k, v, b, initial_state=STATE)[0],
+        "with `initial_state`",
+    ),
     "heads as a batch": (
         lambda *inputs: gated_delta_rule(*(x.transpose(0, 2) for x in inputs))[0].transpose(0, 2),
         "one batch before its tokens",
@@ -135,7 +141,7 @@ def test_op_with_the_name_of_another_is_refused():
     [
         ({"nope": 1}, "x", "has no argument nope; it has x, tree"),
         ({"x": 1}, "nope", "like is 'nope'"),
-        ({}, "x", "like"),
+        ({}, "x", "like is 'x'"),
     ],
 )
 def test_op_whose_arguments_are_named_wrongly_is_refused(tokens, like, why):

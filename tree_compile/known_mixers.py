@@ -95,9 +95,7 @@ def _declared(mixer: Mixer) -> Replacement:
     """A call of the op itself, on unpacked sequences."""
 
     def replacement(**given: Any) -> Any:
-        if given.pop("tree", None) is not None:
-            raise _refused("is given the tree of a row", "call it on unpacked sequences, without `tree`.")
-        _require_no_state(given, "initial_state", "output_final_state")
+        _require_unused({name: given.pop(name, None) for name in ("tree", "initial_state", "output_final_state")})
         node = one_node(mixer.op, **given)
         return node if mixer.state is None else (node, None)
 
@@ -108,17 +106,9 @@ def _refused(what: str, hint: str) -> TokenMixingError:
     return TokenMixingError(
         f"A layer that carries a state from token to token {what}.",
         where=line_of_stack(),
-        why="a sequence starts from no state, and every state belongs to a place in the tree.",
+        why="no op that takes its place over a tree has this form.",
         hint=hint,
     )
-
-
-def _require_no_state(given: Given, initial: str, final: str) -> None:
-    """Takes both arguments out."""
-    if given.pop(initial, None) is not None:
-        raise _refused("starts from a given state", "leave initial states out: sequences are passed whole.")
-    if given.pop(final, False):
-        raise _refused("returns its final state", "switch caches off, for example with use_cache=False.")
 
 
 def _require_unused(given: Given) -> None:
@@ -129,16 +119,21 @@ def _require_unused(given: Given) -> None:
             raise TokenMixingError(
                 f"A layer that carries a state from token to token is called with `{name}`.",
                 where=line_of_stack(),
-                why="the op that takes its place over a tree has no such argument.",
+                why="what takes its place over a tree has no such argument.",
                 hint=_INSTEAD.get(name, f"compute what {name} does before or after the call."),
             )
 
 
 _WITHOUT_EFFECT = {"chunk_size", "disable_recompute", "use_mambapy", "use_associative_scan", "use_graph"}
-_INSTEAD = dict.fromkeys(
-    ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "seq_idx"),
-    "pass one unpacked sequence: a list of them is packed.",
-)
+_UNPACKED = "pass one unpacked sequence: a list of them is packed."
+_WHOLE = "leave it out: a sequence is passed whole, and starts from no state."
+_NOT_RETURNED = "switch caches off, for example with use_cache=False: every state belongs to a place in the tree."
+_INSTEAD = {
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "seq_idx", "tree"), _UNPACKED),
+    **dict.fromkeys(("initial_state", "initial_states", "cache"), _WHOLE),
+    **dict.fromkeys(("output_final_state", "return_final_states", "return_last_state"), _NOT_RETURNED),
+    "attention_mask": "leave it out: sequences are passed without padding.",
+}
 
 
 # Convolutions
@@ -156,7 +151,6 @@ def _causal_conv(
 
 def _causal_conv1d(x: Tensor, **others: Any) -> Tensor:
     """The function of the package causal_conv1d, [B, D, T]."""
-    _require_no_state(others, "initial_states", "return_final_states")
     return _causal_conv(x, **others)
 
 
@@ -178,7 +172,6 @@ def _of_transformers(op: Callable[..., Any]) -> Replacement:
     """transformers' functions, which compute in float32 and take no scale."""
 
     def replacement(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
-        _require_no_state(others, "initial_state", "output_final_state")
         normalize = others.pop("use_qk_l2norm_in_kernel", False)
         _require_unused(others)
         tensors = {"query": query, "key": key, "value": value, "decay": g, "beta": beta}
@@ -193,7 +186,6 @@ def _of_fla(op: Callable[..., Any]) -> Replacement:
     names = MIXERS[op.__name__].tokens
 
     def replacement(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, None]:
-        _require_no_state(others, "initial_state", "output_final_state")
         tensors = {"query": q, "key": k, "value": v}
         if "decay" in names:
             tensors["decay"] = _or_else(others.pop("g", None), 0.0, v)
@@ -233,9 +225,7 @@ def _minimax(
     self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, cache: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """The loop of lightning attention over blocks of tokens."""
-    _require_no_state({"cache": cache}, "cache", "final")
-    if attention_mask is not None:
-        raise _refused("is given a mask", "leave attention_mask out: sequences are passed without padding.")
+    _require_unused({"attention_mask": attention_mask, "cache": cache})
     shape = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     query, key, value = self.act_fn(self.qkv_proj(hidden_states)).reshape(shape).split(self.head_dim, dim=3)
     decay = -self.slope_rate.reshape(-1)
@@ -258,7 +248,6 @@ def _mamba2(
     **others: Any,
 ) -> Tensor:  # fmt: skip
     """transformers' `mamba2_chunk_scan`, which computes and returns float32."""
-    _require_no_state(others, "initial_states", "return_final_states")
     _require_unused(others)
     step = torch.clamp(_step(dt, dt_bias, dt_softplus), min=dt_limit[0], max=dt_limit[1])
     values, step, write, read = (x.float() for x in (hidden_states, step, B, C))
@@ -276,7 +265,6 @@ def _selective_scan(
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **others: Any,
 ) -> Tensor:  # fmt: skip
     """The loop of Mamba's scan over tokens, [B, D, T]; what is written is rounded to float32 first."""
-    _require_no_state(others, "initial", "return_last_state")
     _require_unused(others)
     step = _step(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
     values, write = (x.float().to(step.dtype) for x in (hidden_states, B))
@@ -325,6 +313,7 @@ _OF_TRANSFORMERS: dict[str, Replacement] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _selective_scan,
 }
+# A later entry wins: a module of transformers may hold the function of causal_conv1d itself, under the same name.
 _OF_LIBRARIES: dict[str, dict[str, Replacement]] = {
     "transformers.models.": _OF_TRANSFORMERS,
     "fla.ops": _OF_FLA,

@@ -42,9 +42,10 @@ class RewriteConvolutions:
 
 def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -> list[Finding]:
     given = arguments(node)
-    values, cuts = _padded_before(node, given, symbol) if _is_depthwise(given) else (None, [])
-    if values is None:
+    found = _padded_before(node, given, symbol) if _is_depthwise(given) else None
+    if found is None:
         return []
+    values, cuts = found
     # Under autocast a convolution computes in another dtype than its inputs have.
     dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
@@ -81,18 +82,19 @@ def _is_depthwise(given: dict[str, Any]) -> bool:
 
 def _padded_before(
     node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol
-) -> tuple[fx.Node | None, list[list[fx.Node]]]:
-    """What is convolved, without its padding; and how it is cut to one result for every token, where it has to be."""
+) -> tuple[fx.Node, list[list[fx.Node]]] | None:
+    """What is convolved, without its padding; and how it is cut to one result for every token, where it has to be.
+
+    None where it is not causal, or not along the tokens.
+    """
     before, padding = shape_of(given["weight"])[2] - 1, given["padding"]
     source = given["input"]
     if list(padding) == [before] and _is_tokens(source, symbol):
         cuts = _cuts(node, 2, symbol)
-        return (None, []) if cuts is None else (source, cuts)
+        return None if cuts is None else (source, cuts)
     is_unpadded = padding == "valid" or list(padding) == [0]
-    if is_unpadded and source.target in _PADS and _pads(source) == [before, 0]:
-        values = source.args[0]
-        return (values, []) if _is_tokens(values, symbol) else (None, [])
-    return None, []
+    is_causal = is_unpadded and source.target in _PADS and _pads(source) == [before, 0]
+    return (source.args[0], []) if is_causal and _is_tokens(source.args[0], symbol) else None
 
 
 def _cuts(node: fx.Node, dim: int, symbol: sympy.Symbol) -> list[list[fx.Node]] | None:

@@ -25,7 +25,7 @@ from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.mixers import computed_in, mixer, require_shape
 from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
-from tree_compile.runtime.row_tree import RowTree, is_padding, row_or_chains
+from tree_compile.runtime.row_tree import RowTree, row_or_chains, with_values_on_padding
 
 __all__ = [
     "decay_linear_attention",
@@ -45,7 +45,7 @@ def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["values"][2], shapes["values"][3], shapes["write"][3]
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, keys="key")
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -92,7 +92,7 @@ def gated_delta_rule(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, keys="key")
 def kimi_delta_attention(
     query: Tensor,
     key: Tensor,
@@ -112,7 +112,7 @@ def kimi_delta_attention(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
+@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads, keys="key")
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -132,7 +132,7 @@ def delta_rule(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, has_kernels=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
 def gated_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -150,7 +150,7 @@ def gated_linear_attention(
     )
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, has_kernels=True)
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
 def decay_linear_attention(
     query: Tensor,
     key: Tensor,
@@ -176,7 +176,7 @@ def decay_linear_attention(
     {"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None},
     "values",
     state=_state_of_space,
-    has_kernels=True,
+    keys="write",
 )
 def state_space_scan(
     values: Tensor,
@@ -248,8 +248,7 @@ def _recurrence(
     with torch.autocast(value.device.type, enabled=False):
         out, final = compute(inputs, row, options)
     out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
-    # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
-    return out if tree is None else torch.where(is_padding(tree)[:, None, None], value, out), final
+    return with_values_on_padding(out, value, tree), final
 
 
 def _require_shapes(given: LinearInputs, initial: Tensor | None) -> None:

@@ -15,9 +15,9 @@ from tree_compile.runtime.row_tree import (
     by_first_chunk,
     in_chunks,
     in_row,
-    is_padding,
     last_chunks,
     row_or_chains,
+    with_values_on_padding,
 )
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
@@ -81,8 +81,7 @@ def selective_scan(
     reached = own + total * states[:, None, ..., 0]
     out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, len(values))[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
-    # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
-    out = out if tree is None else torch.where(is_padding(tree)[:, None], values, out)
+    out = with_values_on_padding(out, values, tree)
     if not output_final_state:
         return out, None
     return out, final_states(maps, states, new)[last_chunks(row), ..., 0]

@@ -25,6 +25,11 @@ Inputs = dict[str, Tensor]
 HEADS, KEY_HEADS, D, E = 4, 2, 6, 5
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 # Definitions: one sequence, token by token
 
 
@@ -227,7 +232,6 @@ def test_tree_equals_the_definition_on_every_sequence(name: str, sequences: list
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("lengths", [(5, 3), (32, 33), (64, 1), (40, 90)])
 def test_state_is_handed_on(name: str, lengths: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     op, definition, make = STATES[name]
     inputs = {key: value.requires_grad_() for key, value in make(sum(lengths)).items()}
 
@@ -247,7 +251,6 @@ def test_state_is_handed_on(name: str, lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_batch_of_unpacked_sequences_equals_each_alone(name: str) -> None:
-    torch.manual_seed(0)
     op, definition, make = OPS[name]
     inputs = make(3 * 45)
     batch = {
@@ -266,7 +269,7 @@ def test_queries_and_keys_are_scaled_and_normalized(name: str) -> None:
     assert difference([op(**inputs, **options)[0][0]], [wanted]) < 1e-10
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [name for name, (_, _, make) in STATES.items() if make(1).keys() & {"decay", "rate"}])
 def test_strong_decays_do_not_overflow(name: str) -> None:
     op, definition, make = STATES[name]
     inputs = make(100)
@@ -284,7 +287,6 @@ def test_strong_decays_do_not_overflow(name: str) -> None:
 )
 @pytest.mark.parametrize("reset", [-100.0, -1e5, -1e9, -torch.inf])
 def test_decay_that_forgets_leaves_what_follows_exact(name: str, reset: float) -> None:
-    torch.manual_seed(0)
     op, definition, make = STATES[name]
     inputs = make(70)
     inputs["decay"][:, [3, 4, 40]] = reset
@@ -298,12 +300,11 @@ def test_decay_that_forgets_leaves_what_follows_exact(name: str, reset: float) -
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_root_starts_from_its_own_state(name: str) -> None:
-    torch.manual_seed(0)
     op, definition, make = STATES[name]
     (row,) = plan_rows([[1] * 5, [2] * 80, [3] * 33], min_shared_tokens=1).rows
     inputs, tree = make(len(row.tokens)), tree_of(row)
-    _, shapes = op(**inputs, tree=tree, output_final_state=True)
-    initial = torch.randn_like(shapes)
+    _, states = op(**inputs, tree=tree, output_final_state=True)
+    initial = torch.randn_like(states)
     out, final = op(**inputs, tree=tree, initial_state=initial, output_final_state=True)
     for root, (start, end) in enumerate(row.segments[:, :2].tolist()):
         wanted, last = definition(of_sequence(inputs, torch.arange(start, end)), initial_state=initial[root])
@@ -357,7 +358,6 @@ def test_batch_over_a_tree_is_refused() -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_siblings_in_another_order_give_identical_results(name: str) -> None:
-    torch.manual_seed(0)
     op, _, make = OPS[name]
     trunk = list(range(45))
     sequences = [trunk + [100 + i, *range(33)] for i in range(3)] + [[7, 8, 9]]

@@ -29,7 +29,7 @@ from interleaved import seconds
 from torch import Tensor
 
 from tree_compile.runtime.causal_convolution import causal_convolution
-from tree_compile.runtime.linear_recurrence import gated_delta_rule, kimi_delta_attention, state_space_scan
+from tree_compile.runtime.linear_recurrence import delta_rule, state_space_scan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import RowTree, tree_of_segments
@@ -104,13 +104,13 @@ def ops() -> Iterator[Op]:
 
     yield Op(
         "gated delta rule",
-        lambda x, tree: gated_delta_rule(**x, tree=tree, normalize=True)[0],
+        lambda x, tree: delta_rule(**x, tree=tree, normalize=True)[0],
         lambda x: qwen.torch_chunk_gated_delta_rule(*x.values(), use_qk_l2norm_in_kernel=True)[0],
         lambda tokens, width: delta_inputs(tokens, width, channels=False),
     )
     yield Op(
         "kimi delta attention",
-        lambda x, tree: kimi_delta_attention(**x, tree=tree, normalize=True)[0],
+        lambda x, tree: delta_rule(**x, tree=tree, normalize=True)[0],
         lambda x: kimi.chunk_kimi_delta_attention(*x.values(), use_qk_l2norm_in_kernel=True)[0],
         lambda tokens, width: delta_inputs(tokens, width, channels=True),
         most=2,

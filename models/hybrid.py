@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tree_compile.models.dense import Attention, DenseConfig, inverse_frequencies, rotary_tables
-from tree_compile.runtime.linear_recurrence import gated_delta_rule
+from tree_compile.runtime.linear_recurrence import delta_rule
 
 __all__ = ["Hybrid", "HybridConfig"]
 
@@ -90,7 +90,7 @@ class DeltaNet(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, self.config.head_width)) for part in mixed.split(self.widths, -1))
         decay, beta = self.decay_and_beta(x).chunk(2, dim=-1)
         decay = -self.rate.exp() * F.softplus(decay + self.step)
-        out, _ = gated_delta_rule(query, key, value, decay, beta.sigmoid(), normalize=True)
+        out, _ = delta_rule(query, key, value, beta.sigmoid(), decay, normalize=True)
         return self.output(self.norm(out).flatten(-2) * F.silu(self.gate(x)))
 
 

@@ -78,10 +78,19 @@ def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
     nodes = {key: arguments[key] for key in found.tokens if key in arguments}
     shape = found.state({key: shape_of(node) for key, node in nodes.items()})
     state_bytes = math.prod(map(int, shape)) * itemsize
+    name += _decay(found, arguments)
     state = f"a state of {' x '.join(map(str, shape))}, {state_bytes:,} bytes"
     if runs_kernels(found, arguments):
         return f"{name} by fla's kernels, one call per depth and pass, with {state}, for each segment", state_bytes
     return f"{name} in chunks of {CHUNK} tokens, one call per pass, with {state}, for each", state_bytes
+
+
+def _decay(found: Mixer, arguments: Mapping[str, Any]) -> str:
+    """The shape of the decay: it says which of the layers the op stands for."""
+    if arguments.get("decay") is None:
+        return ""
+    sizes = enumerate(shape_of(arguments["decay"]))
+    return f" with decay [{', '.join('T' if dim == found.tokens['decay'] else str(size) for dim, size in sizes)}]"
 
 
 def runs_kernels(found: Mixer, arguments: Mapping[str, Any]) -> bool:

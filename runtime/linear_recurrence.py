@@ -27,14 +27,7 @@ from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
 from tree_compile.runtime.row_tree import RowTree, row_or_chains, with_values_on_padding
 
-__all__ = [
-    "decay_linear_attention",
-    "delta_rule",
-    "gated_delta_rule",
-    "gated_linear_attention",
-    "kimi_delta_attention",
-    "state_space_scan",
-]
+__all__ = ["delta_rule", "linear_attention", "state_space_scan"]
 
 
 def _state_of_heads(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
@@ -45,13 +38,13 @@ def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["values"][2], shapes["values"][3], shapes["write"][3]
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, keys="key")
-def gated_delta_rule(
+@mixer({"query": 1, "key": 1, "value": 1, "beta": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
     beta: Tensor,
+    decay: Tensor | None = None,
     tree: RowTree | None = None,
     *,
     scale: float | None = None,
@@ -59,14 +52,15 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule: one decay for each token and head.
+    """Delta rule; with a decay the gated delta rule, with one for every channel Kimi delta attention.
 
     Args:
         query: [B, T, Hk, D]; with `tree`, B is 1 and T the tokens of a row.
         key: [B, T, Hk, D].
         value: [B, T, H, E]; value head h reads the keys of head h // (H // Hk).
-        decay: [B, T, H], the logarithm of the factor on the state, 0 or less.
         beta: [B, T, H], how much of the difference is written.
+        decay: the logarithm of the factor on the state, 0 or less: [H], for each head; [B, T, H], for each token, too;
+            or [B, T, H, D], for each channel of the keys, too; None for 0.
         tree: that of the row; None where each of the B is a sequence of its own.
         scale: factor on the queries; None for D ** -0.5.
         normalize: whether queries and keys are divided by their length first.
@@ -81,95 +75,28 @@ def gated_delta_rule(
         ValueError: there are no tokens, a tensor has another shape, or H is not a multiple of Hk; `initial_state` has
             not one state for each root; or `tree` is given and B is not 1.
     """
-    return _recurrence(
-        query,
-        key,
-        value,
-        decay[..., None],
-        beta,
-        tree,
-        LinearOptions(scale, normalize, initial_state, output_final_state),
-    )
-
-
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, keys="key")
-def kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    tree: RowTree | None = None,
-    *,
-    scale: float | None = None,
-    normalize: bool = False,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule with a decay for every channel of the keys: as `gated_delta_rule`, but for `decay` [B, T, H, D]."""
-    return _recurrence(
-        query, key, value, decay, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
-    )
-
-
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads, keys="key")
-def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    tree: RowTree | None = None,
-    *,
-    scale: float | None = None,
-    normalize: bool = False,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule without decay: as `gated_delta_rule` with a decay of 0."""
-    kept = torch.zeros_like(value[..., :1])
-    return _recurrence(
-        query, key, value, kept, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
-    )
+    options = LinearOptions(scale, normalize, initial_state, output_final_state)
+    return _recurrence(query, key, value, decay, beta, tree, options)
 
 
 @mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
-def gated_linear_attention(
+def linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
+    decay: Tensor | None = None,
     tree: RowTree | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with a decay for every channel, [B, T, H, D]; the rest as in `gated_delta_rule`."""
-    return _recurrence(
-        query, key, value, decay, None, tree, LinearOptions(scale, False, initial_state, output_final_state)
-    )
+    """Linear attention, with a decay for each head (lightning attention, retention), token, or channel (GLA).
 
-
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
-def decay_linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    tree: RowTree | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay for each head, [H], or for each token and head, [B, T, H].
-
-    Lightning attention and retention have the former. The rest as in `gated_delta_rule`.
+    All of it as in `delta_rule`.
     """
-    per_token = decay.expand(*value.shape[:2], -1)[..., None]
-    return _recurrence(
-        query, key, value, per_token, None, tree, LinearOptions(scale, False, initial_state, output_final_state)
-    )
+    options = LinearOptions(scale, False, initial_state, output_final_state)
+    return _recurrence(query, key, value, decay, None, tree, options)
 
 
 @mixer(
@@ -200,16 +127,16 @@ def state_space_scan(
         rate: [H], below 0.
         write: [B, T, G, D]; head h takes group h // (H // G).
         read: [B, T, G, D].
-        tree: as in `gated_delta_rule`.
+        tree: as in `delta_rule`.
         skip: [H] or [H, E], factor of the values that are added to the output.
         initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
-        output_final_state: as in `gated_delta_rule`.
+        output_final_state: as in `delta_rule`.
 
     Returns:
         [B, T, H, E] in the dtype of `values`; and the final states or None, with D and E the other way round.
 
     Raises:
-        ValueError: as in `gated_delta_rule`.
+        ValueError: as in `delta_rule`.
     """
     batch, length, heads, width = values.shape
     require_shape("step", step, (batch, length, heads))
@@ -221,7 +148,7 @@ def state_space_scan(
     dtype = computed_in(values)
     wide, step = values.to(dtype), step.to(dtype)
     start = None if initial_state is None else initial_state.transpose(-1, -2)
-    decay, written = (step * rate.to(dtype))[..., None], wide * step[..., None]
+    decay, written = step * rate.to(dtype), wide * step[..., None]
     out, states = _recurrence(
         read, write, written, decay, None, tree, LinearOptions(1.0, False, start, output_final_state)
     )
@@ -234,14 +161,15 @@ def _recurrence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
+    decay: Tensor | None,
     beta: Tensor | None,
     tree: RowTree | None,
     options: LinearOptions,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length = value.shape[:2]
-    row, given = row_or_chains(tree, "value", value), LinearInputs(query, key, value, decay, beta)
-    _require_shapes(given, options.initial_state)
+    row = row_or_chains(tree, "value", value)
+    _require_shapes(query, key, value, decay, beta, options.initial_state)
+    given = LinearInputs(query, key, value, _per_channel(decay, value), beta)
     inputs = given.of_each(lambda x: x.flatten(0, 1)[None])
     compute = by_kernels if kernels_can(key, value) else by_chunks
     # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
@@ -251,14 +179,23 @@ def _recurrence(
     return with_values_on_padding(out, value, tree), final
 
 
-def _require_shapes(given: LinearInputs, initial: Tensor | None) -> None:
-    batch, length, heads, out_width = given.value.shape
-    key_heads, width = given.key.shape[2:]
+def _require_shapes(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None, initial: Tensor | None
+) -> None:
+    batch, length, heads, out_width = value.shape
+    key_heads, width = key.shape[2:]
     if heads % key_heads:
         raise ValueError(f"{heads} heads of value are not a multiple of {key_heads} heads of key")
-    require_shape("key", given.key, (batch, length, key_heads, width))
-    require_shape("query", given.query, (batch, length, key_heads, width))
-    require_shape("decay", given.decay, (batch, length, heads, 1), (batch, length, heads, width))
-    require_shape("beta", given.beta, (batch, length, heads))
+    require_shape("key", key, (batch, length, key_heads, width))
+    require_shape("query", query, (batch, length, key_heads, width))
+    require_shape("decay", decay, (heads,), (batch, length, heads), (batch, length, heads, width))
+    require_shape("beta", beta, (batch, length, heads))
     if initial is not None:
         require_shape("initial_state", initial, (len(initial), heads, width, out_width))
+
+
+def _per_channel(decay: Tensor | None, value: Tensor) -> Tensor:
+    """None, [H], [B, T, H] or [B, T, H, D] -> [B, T, H, 1 or D]."""
+    if decay is None:
+        return torch.zeros_like(value[..., :1])
+    return decay if decay.dim() == 4 else decay.expand(value.shape[:3])[..., None]

@@ -168,57 +168,45 @@ def _activated(values: Tensor, activation: str | None) -> Tensor:
 # Delta rules and linear attention
 
 
-def _of_transformers(op: Callable[..., Any]) -> Replacement:
+def _delta_of_transformers(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' functions, which compute in float32 and take no scale."""
-
-    def replacement(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
-        normalize = others.pop("use_qk_l2norm_in_kernel", False)
-        _require_unused(others)
-        tensors = {"query": query, "key": key, "value": value, "decay": g, "beta": beta}
-        out = one_node(op, **{name: x.to(torch.float32) for name, x in tensors.items()}, normalize=normalize)
-        return out.to(query.dtype), None
-
-    return replacement
+    _require_unused(others)
+    tensors = {"query": query, "key": key, "value": value, "decay": g, "beta": beta}
+    tensors = {name: x.to(torch.float32) for name, x in tensors.items()}
+    return one_node(linear.delta_rule, **tensors, normalize=use_qk_l2norm_in_kernel).to(query.dtype), None
 
 
-def _of_fla(op: Callable[..., Any]) -> Replacement:
-    """fla's functions of query, key, value, decay and beta, as far as `op` has them."""
-    names = MIXERS[op.__name__].tokens
-
-    def replacement(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, None]:
-        tensors = {"query": q, "key": k, "value": v}
-        if "decay" in names:
-            tensors["decay"] = _or_else(others.pop("g", None), 0.0, v)
-        if "beta" in names:
-            tensors["beta"] = _or_else(others.pop("beta", None), 1.0, v)
-            tensors["normalize"] = others.pop("use_qk_l2norm_in_kernel", False)
-        scale = others.pop("scale", None)
-        _require_unused(others)
-        return one_node(op, **tensors, scale=scale).to(q.dtype), None
-
-    return replacement
+def _delta_of_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    _require_unused(others)
+    tensors = {"query": q, "key": k, "value": v, "decay": g}
+    tensors["beta"] = torch.ones_like(v[..., 0]) if beta is None else beta
+    return one_node(linear.delta_rule, **tensors, scale=scale, normalize=use_qk_l2norm_in_kernel).to(q.dtype), None
 
 
-def _or_else(numbers: Tensor | None, otherwise: float, value: Tensor) -> Tensor:
-    """`numbers`, or one number for every token and head."""
-    return torch.full_like(value[..., 0], otherwise) if numbers is None else numbers
-
-
-def _simple_linear(g: Tensor | None = None, g_gamma: Tensor | None = None, **given: Any) -> tuple[Tensor, None]:
-    value = given["v"]
-    by_head = 0 if g_gamma is None else g_gamma.expand(value.shape[:3])
-    return _linear(g=by_head + _or_else(g, 0.0, value), **given)
+def _linear_of_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    _require_unused(others)
+    decay = g_gamma if g is None else g if g_gamma is None else g + g_gamma
+    return one_node(linear.linear_attention, query=q, key=k, value=v, decay=decay, scale=scale).to(q.dtype), None
 
 
 def _lightning(layer_idx: int, num_layers: int, **given: Any) -> tuple[Tensor, None]:
     heads = given["v"].shape[2]
     numbers = torch.arange(heads, dtype=torch.float32, device=given["v"].device)
-    return _simple_linear(g_gamma=-(8 / heads * (1 - layer_idx / num_layers)) * numbers, **given)
+    return _linear_of_fla(g_gamma=-(8 / heads * (1 - layer_idx / num_layers)) * numbers, **given)
 
 
 def _retention(**given: Any) -> tuple[Tensor, None]:
     numbers = torch.arange(given["v"].shape[2], dtype=torch.float32, device=given["v"].device)
-    return _simple_linear(g_gamma=(1 - torch.exp2(-5.0 - numbers)).log(), **given)
+    return _linear_of_fla(g_gamma=(1 - torch.exp2(-5.0 - numbers)).log(), **given)
 
 
 def _minimax(
@@ -229,7 +217,7 @@ def _minimax(
     shape = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     query, key, value = self.act_fn(self.qkv_proj(hidden_states)).reshape(shape).split(self.head_dim, dim=3)
     decay = -self.slope_rate.reshape(-1)
-    out = one_node(linear.decay_linear_attention, query=query, key=key, value=value, decay=decay, scale=1.0)
+    out = one_node(linear.linear_attention, query=query, key=key, value=value, decay=decay, scale=1.0)
     out = self.norm(out.reshape(*hidden_states.shape[:2], -1))
     return self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out), None
 
@@ -291,25 +279,24 @@ def _cannot_be_captured(name: str) -> Replacement:
     return refuse
 
 
-_linear = _of_fla(linear.decay_linear_attention)
 _OF_FLA: dict[str, Replacement] = {
-    "chunk_gated_delta_rule": _of_fla(linear.gated_delta_rule),
-    "fused_recurrent_gated_delta_rule": _of_fla(linear.gated_delta_rule),
-    "chunk_kda": _of_fla(linear.kimi_delta_attention),
-    "fused_recurrent_kda": _of_fla(linear.kimi_delta_attention),
-    "chunk_delta_rule": _of_fla(linear.delta_rule),
-    "fused_recurrent_delta_rule": _of_fla(linear.delta_rule),
-    "chunk_gla": _of_fla(linear.gated_linear_attention),
-    "chunk_simple_gla": _simple_linear,
+    "chunk_gated_delta_rule": _delta_of_fla,
+    "fused_recurrent_gated_delta_rule": _delta_of_fla,
+    "chunk_kda": _delta_of_fla,
+    "fused_recurrent_kda": _delta_of_fla,
+    "chunk_delta_rule": _delta_of_fla,
+    "fused_recurrent_delta_rule": _delta_of_fla,
+    "chunk_gla": _linear_of_fla,
+    "chunk_simple_gla": _linear_of_fla,
     "chunk_lightning_attn": _lightning,
     "chunk_retention": _retention,
 }
 _OF_TRANSFORMERS: dict[str, Replacement] = {
     "causal_conv1d_fn": _causal_conv,
-    "torch_chunk_gated_delta_rule": _of_transformers(linear.gated_delta_rule),
-    "torch_recurrent_gated_delta_rule": _of_transformers(linear.gated_delta_rule),
-    "chunk_kimi_delta_attention": _of_transformers(linear.kimi_delta_attention),
-    "recurrent_kimi_delta_attention": _of_transformers(linear.kimi_delta_attention),
+    "torch_chunk_gated_delta_rule": _delta_of_transformers,
+    "torch_recurrent_gated_delta_rule": _delta_of_transformers,
+    "chunk_kimi_delta_attention": _delta_of_transformers,
+    "recurrent_kimi_delta_attention": _delta_of_transformers,
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _selective_scan,
 }

@@ -53,20 +53,17 @@ def delta(query, key, value, decay, beta, scale=None, normalize=False, initial_s
     return torch.stack(out), state
 
 
-def gated_delta_rule(x, **options):
-    return delta(x["query"], x["key"], x["value"], x["decay"], x["beta"], **options)
-
-
 def delta_rule(x, **options):
-    return delta(x["query"], x["key"], x["value"], torch.zeros_like(x["beta"]), x["beta"], **options)
+    return delta(x["query"], x["key"], x["value"], decay_of(x), x["beta"], **options)
 
 
-def gated_linear_attention(x, **options):
-    return delta(x["query"], x["key"], x["value"], x["decay"], None, **options)
+def linear_attention(x, **options):
+    return delta(x["query"], x["key"], x["value"], decay_of(x), None, **options)
 
 
-def decay_linear_attention(x, **options):
-    return delta(x["query"], x["key"], x["value"], x["decay"].expand(len(x["value"]), -1), None, **options)
+def decay_of(x):
+    decay = x.get("decay", torch.zeros(HEADS))
+    return decay.expand(len(x["value"]), -1) if decay.dim() == 1 else decay
 
 
 def state_space_scan(x, initial_state=None):
@@ -137,23 +134,33 @@ def convolution_inputs(tokens: int, width: int = 4) -> Inputs:
 
 Op = tuple[Callable, Callable, Callable[[int], Inputs]]
 STATES: dict[str, Op] = {
-    "gated delta rule": (linear.gated_delta_rule, gated_delta_rule, delta_inputs),
-    "kimi delta attention": (linear.kimi_delta_attention, gated_delta_rule, partial(delta_inputs, channels=True)),
+    "gated delta rule": (linear.delta_rule, delta_rule, delta_inputs),
+    "kimi delta attention": (linear.delta_rule, delta_rule, partial(delta_inputs, channels=True)),
     "delta rule": (linear.delta_rule, delta_rule, lambda tokens: without(delta_inputs(tokens), "decay")),
+    "delta rule with a decay per head": (
+        linear.delta_rule,
+        delta_rule,
+        lambda tokens: delta_inputs(tokens) | {"decay": -normal(HEADS).exp()},
+    ),
     "gated linear attention": (
-        linear.gated_linear_attention,
-        gated_linear_attention,
+        linear.linear_attention,
+        linear_attention,
         lambda tokens: without(delta_inputs(tokens, channels=True), "beta"),
     ),
     "linear attention with a decay per token": (
-        linear.decay_linear_attention,
-        decay_linear_attention,
+        linear.linear_attention,
+        linear_attention,
         lambda tokens: without(delta_inputs(tokens), "beta"),
     ),
     "linear attention with a decay per head": (
-        linear.decay_linear_attention,
-        decay_linear_attention,
-        lambda tokens: without(delta_inputs(tokens), "beta", "decay") | {"decay": -normal(HEADS).exp()},
+        linear.linear_attention,
+        linear_attention,
+        lambda tokens: without(delta_inputs(tokens), "beta") | {"decay": -normal(HEADS).exp()},
+    ),
+    "linear attention without decay": (
+        linear.linear_attention,
+        linear_attention,
+        lambda tokens: without(delta_inputs(tokens), "beta", "decay"),
     ),
     "state space scan": (linear.state_space_scan, state_space_scan, space_inputs),
     "state space scan with a skip per channel": (
@@ -353,7 +360,7 @@ def test_batch_over_a_tree_is_refused() -> None:
     (row,) = plan_rows([[1] * 50], min_shared_tokens=1).rows
     inputs = {name: value.expand(2, *value.shape[1:]) for name, value in delta_inputs(50).items()}
     with pytest.raises(ValueError, match="a batch of 2"):
-        linear.gated_delta_rule(**inputs, tree=tree_of(row))
+        linear.delta_rule(**inputs, tree=tree_of(row))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -431,9 +438,9 @@ def test_half_precision_is_computed_in_float32(name: str) -> None:
 def test_chain_of_5_000_segments_is_computed() -> None:
     (row,) = plan_rows(chain(5_000), min_shared_tokens=1).rows
     inputs = delta_inputs(len(row.tokens))
-    out, _ = linear.gated_delta_rule(**inputs, tree=tree_of(row))
+    out, _ = linear.delta_rule(**inputs, tree=tree_of(row))
     path = torch.from_numpy(row.path(int(row.sequence_length.argmax())))
-    wanted, _ = linear.gated_delta_rule(**{key: value[:, path] for key, value in inputs.items()})
+    wanted, _ = linear.delta_rule(**{key: value[:, path] for key, value in inputs.items()})
     assert difference([out[:, path]], [wanted]) < 1e-9
 
 

@@ -141,6 +141,7 @@ def state_space_scan(
     batch, length, heads, width = values.shape
     require_shape("step", step, (batch, length, heads))
     require_shape("rate", rate, (heads,))
+    require_shape("write", write, (batch, length, *write.shape[2:]))
     require_shape("read", read, tuple(write.shape))
     require_shape("skip", skip, (heads,), (heads, width))
     if initial_state is not None:

@@ -335,6 +335,7 @@ MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "heads of a step": ("state space scan", "step", (1, 50, 1), "step"),
     "a rate for each token": ("state space scan", "rate", (50, 1), "rate"),
     "heads of a skip": ("state space scan", "skip", (2,), "skip"),
+    "tokens of write": ("state space scan", "write", (1, 49, KEY_HEADS, D), "write"),
     "tokens of read": ("state space scan", "read", (1, 49, KEY_HEADS, D), "read"),
     "a state of one head and channel": ("state space scan", "initial_state", (1, HEADS, 1, D), "initial_state"),
     "channels of a step": ("selective scan", "step", (1, 50, 1), "step"),

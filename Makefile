@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
 # The others are imported by these.
-BENCHMARKS := $(filter-out benchmarks/seed_rule.py benchmarks/exact_rows.py, $(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out $(addprefix benchmarks/, exact_rows.py interleaved.py seed_rule.py), $(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types bench clean

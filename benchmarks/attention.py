@@ -11,12 +11,12 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from interleaved import seconds
 from torch import Tensor
 
 from tree_compile.runtime.attention import tree_attention
@@ -151,14 +151,7 @@ def measure(case: Case, rounds: int, limit: int = 8) -> dict[str, Any]:
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape, generator=generator)
     steps = [shared_step(case, table, inputs, grad), unshared_step(table, inputs, grad, limit)]
-    times: list[list[float]] = [[], []]
-    for turn in range(rounds + 1):
-        for step, seconds in zip(steps, times, strict=True):
-            begin = time.process_time()
-            step()
-            if turn:
-                seconds.append(time.process_time() - begin)
-    shared, unshared = (statistics.median(seconds) for seconds in times)
+    shared, unshared = map(statistics.median, seconds(steps, rounds))
     lengths = [sum(end - start for start, end in path) for path in leaf_paths(table)]
     unshared *= sum(n * n for n in lengths) / sum(n * n for n in lengths[:limit])
     ratio, ideal = shared / unshared, pair_ideal(table)

@@ -7,7 +7,8 @@
 Forward and backward, float32, medians of interleaved rounds of processor time.
 
 `speed`: 8,192 packed tokens, 4 heads. `ratio` is the time over the tree by the time of all sequences alone; `tokens` is
-packed tokens by tokens of all sequences, which the ratio should not be above.
+packed tokens by tokens of all sequences, which the ratio should not be above: `over_tokens`, the one by the other, is 1
+or less where a token in the tree takes no longer than one alone.
 `conv`: the compiled convolution over a tree by a plain F.conv1d over as many tokens in one sequence; at most 1.5.
 `depth`: 8,192 tokens as one chain of segments at depth 1, 4, 16, 64, each with leaves beside it.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from interleaved import seconds
 from torch import Tensor
 
 from tree_compile.runtime.causal_convolution import causal_convolution
-from tree_compile.runtime.linear_recurrence import gated_delta_rule, kimi_delta_attention, state_space_scan
+from tree_compile.runtime.linear_recurrence import delta_rule, state_space_scan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import RowTree, tree_of_segments
@@ -103,13 +104,13 @@ def ops() -> Iterator[Op]:
 
     yield Op(
         "gated delta rule",
-        lambda x, tree: gated_delta_rule(**x, tree=tree, normalize=True)[0],
+        lambda x, tree: delta_rule(**x, tree=tree, normalize=True)[0],
         lambda x: qwen.torch_chunk_gated_delta_rule(*x.values(), use_qk_l2norm_in_kernel=True)[0],
         lambda tokens, width: delta_inputs(tokens, width, channels=False),
     )
     yield Op(
         "kimi delta attention",
-        lambda x, tree: kimi_delta_attention(**x, tree=tree, normalize=True)[0],
+        lambda x, tree: delta_rule(**x, tree=tree, normalize=True)[0],
         lambda x: kimi.chunk_kimi_delta_attention(*x.values(), use_qk_l2norm_in_kernel=True)[0],
         lambda tokens, width: delta_inputs(tokens, width, channels=True),
         most=2,
@@ -133,27 +134,22 @@ def ops() -> Iterator[Op]:
     )
 
 
-def random(*shape: int) -> Tensor:
-    """Normal numbers."""
-    return torch.randn(shape)
-
-
 def delta_inputs(tokens: int, width: int, channels: bool) -> Inputs:
     """Query, key, value, decay and beta."""
-    query, key, value = (random(1, tokens, HEADS, width) for _ in range(3))
-    decay = -F.softplus(random(1, tokens, HEADS, width) if channels else random(1, tokens, HEADS))
-    return {"query": query, "key": key, "value": value, "decay": decay, "beta": random(1, tokens, HEADS).sigmoid()}
+    query, key, value = (torch.randn(1, tokens, HEADS, width) for _ in range(3))
+    decay = -F.softplus(torch.randn(1, tokens, HEADS, width) if channels else torch.randn(1, tokens, HEADS))
+    return {"query": query, "key": key, "value": value, "decay": decay, "beta": torch.randn(1, tokens, HEADS).sigmoid()}
 
 
 def space_inputs(tokens: int, width: int) -> Inputs:
     """Inputs of Mamba-2, with a state as wide as the heads."""
     return {
-        "values": random(1, tokens, HEADS, width),
-        "step": F.softplus(random(1, tokens, HEADS)),
+        "values": torch.randn(1, tokens, HEADS, width),
+        "step": F.softplus(torch.randn(1, tokens, HEADS)),
         "rate": -torch.rand(HEADS),
-        "write": random(1, tokens, 1, width),
-        "read": random(1, tokens, 1, width),
-        "skip": random(HEADS),
+        "write": torch.randn(1, tokens, 1, width),
+        "read": torch.randn(1, tokens, 1, width),
+        "skip": torch.randn(HEADS),
     }
 
 
@@ -161,12 +157,12 @@ def selective_inputs(tokens: int, width: int) -> Inputs:
     """Inputs of Mamba with as many channels as all heads have, and 16 numbers of state for each."""
     channels = HEADS * width
     return {
-        "values": random(1, tokens, channels),
-        "step": F.softplus(random(1, tokens, channels)),
+        "values": torch.randn(1, tokens, channels),
+        "step": F.softplus(torch.randn(1, tokens, channels)),
         "rate": -torch.rand(channels, 16),
-        "write": random(1, tokens, 16),
-        "read": random(1, tokens, 16),
-        "skip": random(channels),
+        "write": torch.randn(1, tokens, 16),
+        "read": torch.randn(1, tokens, 16),
+        "skip": torch.randn(channels),
     }
 
 
@@ -185,8 +181,10 @@ def alone_step(op: Op, inputs: Inputs, row: Row) -> Step:
     """Forward and backward of every sequence alone."""
     alone = []
     for path in paths_of(row)[: op.most]:
-        parts = {name: value.detach()[:, path] if value.dim() > 2 else value for name, value in inputs.items()}
-        alone.append({name: value.detach().clone().requires_grad_() for name, value in parts.items()})
+        parts = ((name, value.detach()) for name, value in inputs.items())
+        alone.append(
+            {name: (value[:, path] if value.dim() > 2 else value.clone()).requires_grad_() for name, value in parts}
+        )
 
     def step() -> None:
         for leaves in alone:
@@ -197,15 +195,8 @@ def alone_step(op: Op, inputs: Inputs, row: Row) -> Step:
 
 
 def medians(steps: list[Step], rounds: int) -> list[float]:
-    """Seconds of each, one round to warm up left out."""
-    times: list[list[float]] = [[] for _ in steps]
-    for turn in range(rounds + 1):
-        for step, seconds in zip(steps, times, strict=True):
-            begin = time.process_time()
-            step()
-            if turn:
-                seconds.append(time.process_time() - begin)
-    return [statistics.median(seconds) for seconds in times]
+    """Seconds of each."""
+    return [statistics.median(taken) for taken in seconds(steps, rounds)]
 
 
 def speed(rounds: int) -> Iterator[dict[str, Any]]:
@@ -233,7 +224,7 @@ def conv(rounds: int) -> Iterator[dict[str, Any]]:
     for name, forest in forests().items():
         row = row_of(forest)
         tree, tokens = tree_of(row), len(row.tokens)
-        leaves = [random(1, tokens, 1024), random(1024, 4), random(1024)]
+        leaves = [torch.randn(1, tokens, 1024), torch.randn(1024, 4), torch.randn(1024)]
         leaves = [leaf.requires_grad_() for leaf in leaves]
 
         def over_tree(leaves: list[Tensor] = leaves, tree: RowTree = tree) -> None:
@@ -245,10 +236,10 @@ def conv(rounds: int) -> Iterator[dict[str, Any]]:
             out = F.silu(F.conv1d(values.mT, weight[:, None], bias, padding=3, groups=1024)[..., :tokens])
             torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-        seconds = medians([over_tree, plain], rounds)
+        over, alone = medians([over_tree, plain], rounds)
         yield {
-            "tree": name, "tree_ms": seconds[0] * 1e3, "plain_ms": seconds[1] * 1e3,
-            "ratio": seconds[0] / seconds[1], "at_most": CONV_TARGET,
+            "tree": name, "tree_ms": over * 1e3, "plain_ms": alone * 1e3,
+            "ratio": over / alone, "at_most": CONV_TARGET,
         }  # fmt: skip
 
 
@@ -262,8 +253,8 @@ def depth(rounds: int) -> Iterator[dict[str, Any]]:
             spec = (length, [spec, (length, [])])
         row = row_of([spec])
         inputs = op.inputs(len(row.tokens), 64)
-        (seconds,) = medians([tree_step(op, inputs, row)], rounds)
-        yield {"depth": levels, "segments": len(row.segments), "tokens": len(row.tokens), "tree_ms": seconds * 1e3}
+        (over,) = medians([tree_step(op, inputs, row)], rounds)
+        yield {"depth": levels, "segments": len(row.segments), "tokens": len(row.tokens), "tree_ms": over * 1e3}
 
 
 def plot(results: list[dict[str, Any]]) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from interleaved import seconds
 from torch import Tensor, nn
 
 from tree_compile import treecompile
@@ -102,15 +103,16 @@ def main() -> None:
         "tree": torch.optim.AdamW(model.parameters(), 1e-3),
         "unpacked": torch.optim.AdamW(twin.parameters(), 1e-3),
     }
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
     losses: dict[str, float] = {}
-    for _ in range(options.rounds + 1):
-        for name, step, module in (("tree", tree_step, tree_model), ("unpacked", unpacked_step, unpacked)):
-            began = time.perf_counter()
-            losses[name] = step(module, sequences, optimizers[name])
-            times[name].append(time.perf_counter() - began)
-    times = {name: seconds[1:] for name, seconds in times.items()}
-    report(options, plan, times, losses)
+
+    def over_tree() -> None:
+        losses["tree"] = tree_step(tree_model, sequences, optimizers["tree"])
+
+    def alone() -> None:
+        losses["unpacked"] = unpacked_step(unpacked, sequences, optimizers["unpacked"])
+
+    times = seconds([over_tree, alone], options.rounds, time.perf_counter)
+    report(options, plan, dict(zip(("tree", "unpacked"), times, strict=True)), losses)
 
 
 def report(options: argparse.Namespace, plan: object, times: dict[str, list[float]], losses: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tree_compile.models.dense import Attention, DenseConfig, inverse_frequencies, rotary_tables
-from tree_compile.runtime.linear_recurrence import gated_delta_rule
+from tree_compile.runtime.linear_recurrence import delta_rule
 
 __all__ = ["Hybrid", "HybridConfig"]
 
@@ -22,7 +22,7 @@ class HybridConfig:
         vocab_size: number of token ids.
         width: features of a token between blocks.
         layers: number of blocks.
-        attention_every: every block of this number has attention, the others a gated delta rule.
+        attention_every: the last of every so many blocks has attention, the others a gated delta rule.
         heads: query heads of the attention; `width / heads` is even.
         kv_heads: key and value heads of the attention; `heads` is a multiple of it.
         key_heads: query and key heads of the delta rule.
@@ -71,10 +71,10 @@ class DeltaNet(nn.Module):
         super().__init__()
         self.config = config
         self.widths = [config.key_heads * config.head_width] * 2 + [config.value_heads * config.head_width]
-        mixed = sum(self.widths)
-        self.mixed = nn.Linear(config.width, mixed, bias=False)
+        channels = sum(self.widths)
+        self.project = nn.Linear(config.width, channels, bias=False)
         self.convolution = nn.Conv1d(
-            mixed, mixed, config.conv_width, groups=mixed, padding=config.conv_width - 1, bias=False
+            channels, channels, config.conv_width, groups=channels, padding=config.conv_width - 1, bias=False
         )
         self.gate = nn.Linear(config.width, self.widths[-1], bias=False)
         self.decay_and_beta = nn.Linear(config.width, 2 * config.value_heads, bias=False)
@@ -86,11 +86,11 @@ class DeltaNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Carries a state along the tokens of `x` [batch, length, width]."""
         length = x.shape[1]
-        mixed = F.silu(self.convolution(self.mixed(x).transpose(1, 2))[..., :length]).transpose(1, 2)
+        mixed = F.silu(self.convolution(self.project(x).transpose(1, 2))[..., :length]).transpose(1, 2)
         query, key, value = (part.unflatten(-1, (-1, self.config.head_width)) for part in mixed.split(self.widths, -1))
         decay, beta = self.decay_and_beta(x).chunk(2, dim=-1)
         decay = -self.rate.exp() * F.softplus(decay + self.step)
-        out, _ = gated_delta_rule(query, key, value, decay, beta.sigmoid(), normalize=True)
+        out, _ = delta_rule(query, key, value, beta.sigmoid(), decay, normalize=True)
         return self.output(self.norm(out).flatten(-2) * F.silu(self.gate(x)))
 
 
@@ -131,8 +131,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps `x` [batch, length, width] to the same shape."""
-        mixed = self.mixer_norm(x)
-        x = x + (self.mixer(mixed, cos, sin) if self.has_attention else self.mixer(mixed))
+        normed = self.mixer_norm(x)
+        x = x + (self.mixer(normed, cos, sin) if self.has_attention else self.mixer(normed))
         return x + self.experts(self.experts_norm(x))
 
 

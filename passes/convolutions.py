@@ -42,32 +42,35 @@ class RewriteConvolutions:
 
 def _replace_convolution(graph: fx.Graph, node: fx.Node, symbol: sympy.Symbol) -> list[Finding]:
     given = arguments(node)
-    values, cuts = _padded_before(node, given, symbol) if _is_depthwise(given) else (None, [])
-    if values is None:
+    found = _padded_before(node, given, symbol) if _is_depthwise(given) else None
+    if found is None:
         return []
+    values, cuts = found
     # Under autocast a convolution computes in another dtype than its inputs have.
     dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
         rows = call(graph, aten.permute.default, (in_dtype(graph, values, dtype), [0, 2, 1]), node.meta)
         weight = call(graph, aten.squeeze.dim, (in_dtype(graph, given["weight"], dtype), 1), node.meta)
         bias = None if given["bias"] is None else in_dtype(graph, given["bias"], dtype)
-        tensors = {"values": rows, "weight": weight} | ({} if bias is None else {"bias": bias})
+        tensors = {"values": rows, "weight": weight, "bias": bias}
         convolved, finding = insert_mixer(graph, node, causal_convolution, tensors)
         result = call(graph, aten.permute.default, (convolved, [0, 2, 1]), node.meta)
     if not cuts:
         node.replace_all_uses_with(result)
     for cut in cuts:
-        _replace_cut(graph, cut, result)
+        _replace_cut(graph, node, cut, result)
     return [finding]
 
 
-def _replace_cut(graph: fx.Graph, cut: list[fx.Node], result: fx.Node) -> None:
+def _replace_cut(graph: fx.Graph, node: fx.Node, cut: list[fx.Node], result: fx.Node) -> None:
     """Puts what stands between a convolution and the cut to T tokens after a convolution that needs no cut."""
     *between, last = cut
+    replaced = {node: result}
     for step in between:
+        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda given: replaced.get(given, given))
         with graph.inserting_before(step):
-            result = call(graph, step.target, (result, *step.args[1:]), step.meta, **step.kwargs)
-    last.replace_all_uses_with(result)
+            replaced[step] = call(graph, step.target, args, step.meta, **kwargs)
+    last.replace_all_uses_with(replaced[[node, *between][-1]])
 
 
 def _is_depthwise(given: dict[str, Any]) -> bool:
@@ -79,18 +82,19 @@ def _is_depthwise(given: dict[str, Any]) -> bool:
 
 def _padded_before(
     node: fx.Node, given: dict[str, Any], symbol: sympy.Symbol
-) -> tuple[fx.Node | None, list[list[fx.Node]]]:
-    """What is convolved, without its padding; and how it is cut to one result for every token, where it has to be."""
+) -> tuple[fx.Node, list[list[fx.Node]]] | None:
+    """What is convolved, without its padding; and how it is cut to one result for every token, where it has to be.
+
+    None where it is not causal, or not along the tokens.
+    """
     before, padding = shape_of(given["weight"])[2] - 1, given["padding"]
     source = given["input"]
     if list(padding) == [before] and _is_tokens(source, symbol):
         cuts = _cuts(node, 2, symbol)
-        return (None, []) if cuts is None else (source, cuts)
+        return None if cuts is None else (source, cuts)
     is_unpadded = padding == "valid" or list(padding) == [0]
-    if is_unpadded and source.target in _PADS and _pads(source) == [before, 0]:
-        values = source.args[0]
-        return (values, []) if _is_tokens(values, symbol) else (None, [])
-    return None, []
+    is_causal = is_unpadded and source.target in _PADS and _pads(source) == [before, 0]
+    return (source.args[0], []) if is_causal and _is_tokens(source.args[0], symbol) else None
 
 
 def _cuts(node: fx.Node, dim: int, symbol: sympy.Symbol) -> list[list[fx.Node]] | None:

@@ -72,32 +72,43 @@ def insert_mixer(
 
 def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
     """What a mixer became, and the bytes of one of its states."""
-    name, size = found.op.__name__, computed_in(arguments[found.like].meta["val"]).itemsize
+    name, itemsize = found.op.__name__, computed_in(arguments[found.like].meta["val"]).itemsize
     if found.state is None:
         return f"{name} over the ancestors of every token, one call per pass", 0
     nodes = {key: arguments[key] for key in found.tokens if key in arguments}
     shape = found.state({key: shape_of(node) for key, node in nodes.items()})
-    count = math.prod(map(int, shape)) * size
-    state = f"a state of {' x '.join(map(str, shape))}, {count:,} bytes"
-    if has_kernels(found, arguments):
-        return f"{name} by fla's kernels, one call per depth and pass, with {state}, for each segment", count
-    return f"{name} in chunks of {CHUNK} tokens, one call per pass, with {state}, for each", count
+    state_bytes = math.prod(map(int, shape)) * itemsize
+    name += _decay(found, arguments)
+    state = f"a state of {' x '.join(map(str, shape))}, {state_bytes:,} bytes"
+    if runs_kernels(found, arguments):
+        return f"{name} by fla's kernels, one call per depth and pass, with {state}, for each segment", state_bytes
+    return f"{name} in chunks of {CHUNK} tokens, one call per pass, with {state}, for each", state_bytes
 
 
-def has_kernels(found: Mixer, arguments: Mapping[str, Any]) -> bool:
+def _decay(found: Mixer, arguments: Mapping[str, Any]) -> str:
+    """The shape of the decay: it says which of the layers the op stands for."""
+    if arguments.get("decay") is None:
+        return ""
+    sizes = enumerate(shape_of(arguments["decay"]))
+    return f" with decay [{', '.join('T' if dim == found.tokens['decay'] else str(size) for dim, size in sizes)}]"
+
+
+def runs_kernels(found: Mixer, arguments: Mapping[str, Any]) -> bool:
     """Whether a call of the mixer's op runs kernels, which no compiled code can hold."""
-    if not found.has_kernels:
+    if found.keys is None:
         return False
-    keys = arguments["key" if "key" in arguments else "write"]
-    return kernels_can(keys.meta["val"], arguments[found.like].meta["val"])
+    return kernels_can(arguments[found.keys].meta["val"], arguments[found.like].meta["val"])
 
 
 def _rule(step: Step) -> Result:
-    """Tokens must be in the order of the row, along the dimension that the op has for them."""
+    """Tokens must be in the order of the row, along the dimension that the op has for them.
+
+    A tensor without that dimension is a parameter, as a decay for each head.
+    """
     found = MIXERS[step.node.target.__name__]  # type: ignore[union-attr]
     for name, dim in found.tokens.items():
         if step.arguments.get(name) is not None:
-            _require(step, name, dim)
+            _require(step, name, dim if dim is not None and dim < len(shape_of(step[name])) else None)
     axes = _axes(len(shape_of(step[found.like])), found.tokens[found.like])
     return Value(axes) if found.state is None else (Value(axes),)
 

@@ -44,7 +44,7 @@ def add_plan_inputs(graph_module: fx.GraphModule) -> None:
 
 
 def plan_input(graph: fx.Graph, name: str) -> fx.Node:
-    """The placeholder `name`, one of PLAN_INPUTS."""
+    """The placeholder `name`, one of PLAN_INPUTS or TREE_INPUTS."""
     return next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.mixers import computed_in, mixer, require_shape
 from tree_compile.runtime.row_tree import RowTree
 
 __all__ = ["causal_convolution", "token_shift"]
@@ -25,8 +25,13 @@ def causal_convolution(
 
     Returns:
         [B, T, D] in the dtype of `values`; sums are kept in float32 at least.
+
+    Raises:
+        ValueError: `weight` or `bias` has another shape.
     """
-    width, dtype = weight.shape[-1], torch.promote_types(values.dtype, torch.float32)
+    require_shape("weight", weight, (values.shape[2], weight.shape[-1]))
+    require_shape("bias", bias, (values.shape[2],))
+    width, dtype = weight.shape[-1], computed_in(values)
     wide, weight = values.to(dtype), weight.to(dtype)
     rows = _with_zero_row(wide)
     result = wide * weight[:, width - 1]

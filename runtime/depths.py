@@ -9,7 +9,7 @@ import numpy as np
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sequences import IntArray
 
-__all__ = ["Depth", "depths_of"]
+__all__ = ["Depth", "depths_of", "levels"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +37,22 @@ class Depth:
         return np.concatenate([np.arange(start, end) for start, end in self.ranges.tolist()])
 
 
+def levels(parents: IntArray) -> list[int]:
+    """How many are above each, from the places of their parents, int64 [n]: before them, or -1."""
+    found = [0] * len(parents)
+    for place, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            found[place] = found[parent] + 1
+    return found
+
+
 def depths_of(segments: IntArray) -> list[Depth]:
     """The segments of a row by depth, roots first.
 
     Args:
         segments: int64 [S, 5], columns as in `Layout`.
     """
-    depth = [0] * len(segments)
-    for segment, parent in enumerate(segments[:, PARENT].tolist()):
-        if parent >= 0:
-            depth[segment] = depth[parent] + 1
+    depth = levels(segments[:, PARENT])
     order = np.argsort(depth, kind="stable")
     cuts = np.cumsum(np.bincount(depth))[:-1]
     found, place = [], np.full(len(segments), -1, np.int64)

@@ -26,7 +26,7 @@ class LinearInputs(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """As in `gated_delta_rule`."""
+    """As in `delta_rule`."""
 
     scale: float | None
     normalize: bool

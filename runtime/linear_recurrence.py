@@ -22,19 +22,12 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
-from tree_compile.runtime.mixers import computed_in, mixer
+from tree_compile.runtime.mixers import computed_in, mixer, require_shape
 from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
-from tree_compile.runtime.row_tree import RowTree, is_padding, tree_of_chains
+from tree_compile.runtime.row_tree import RowTree, row_or_chains, with_values_on_padding
 
-__all__ = [
-    "decay_linear_attention",
-    "delta_rule",
-    "gated_delta_rule",
-    "gated_linear_attention",
-    "kimi_delta_attention",
-    "state_space_scan",
-]
+__all__ = ["delta_rule", "linear_attention", "state_space_scan"]
 
 
 def _state_of_heads(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
@@ -45,13 +38,13 @@ def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["values"][2], shapes["values"][3], shapes["write"][3]
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
-def gated_delta_rule(
+@mixer({"query": 1, "key": 1, "value": 1, "beta": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
     beta: Tensor,
+    decay: Tensor | None = None,
     tree: RowTree | None = None,
     *,
     scale: float | None = None,
@@ -59,14 +52,15 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule: one decay for each token and head.
+    """Delta rule; with a decay the gated delta rule, with one for every channel Kimi delta attention.
 
     Args:
         query: [B, T, Hk, D]; with `tree`, B is 1 and T the tokens of a row.
         key: [B, T, Hk, D].
         value: [B, T, H, E]; value head h reads the keys of head h // (H // Hk).
-        decay: [B, T, H], the logarithm of the factor on the state, 0 or less.
         beta: [B, T, H], how much of the difference is written.
+        decay: the logarithm of the factor on the state, 0 or less: [H], for each head; [B, T, H], for each token, too;
+            or [B, T, H, D], for each channel of the keys, too; None for 0.
         tree: that of the row; None where each of the B is a sequence of its own.
         scale: factor on the queries; None for D ** -0.5.
         normalize: whether queries and keys are divided by their length first.
@@ -76,103 +70,40 @@ def gated_delta_rule(
     Returns:
         [B, T, H, E] in the dtype of `value`; and, where asked for, the states after the last token of each sequence,
         [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`.
+
+    Raises:
+        ValueError: there are no tokens, a tensor has another shape, or H is not a multiple of Hk; `initial_state` has
+            not one state for each root; or `tree` is given and B is not 1.
     """
-    return _recurrence(
-        query,
-        key,
-        value,
-        decay[..., None],
-        beta,
-        tree,
-        LinearOptions(scale, normalize, initial_state, output_final_state),
-    )
+    options = LinearOptions(scale, normalize, initial_state, output_final_state)
+    return _recurrence(query, key, value, decay, beta, tree, options)
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
-def kimi_delta_attention(
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+def linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    tree: RowTree | None = None,
-    *,
-    scale: float | None = None,
-    normalize: bool = False,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule with a decay for every channel of the keys: as `gated_delta_rule`, but for `decay` [B, T, H, D]."""
-    return _recurrence(
-        query, key, value, decay, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
-    )
-
-
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1}, "value", state=_state_of_heads, has_kernels=True)
-def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    tree: RowTree | None = None,
-    *,
-    scale: float | None = None,
-    normalize: bool = False,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule without decay: as `gated_delta_rule` with a decay of 0."""
-    kept = torch.zeros_like(beta)[..., None]
-    return _recurrence(
-        query, key, value, kept, beta, tree, LinearOptions(scale, normalize, initial_state, output_final_state)
-    )
-
-
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, has_kernels=True)
-def gated_linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
+    decay: Tensor | None = None,
     tree: RowTree | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with a decay for every channel, [B, T, H, D]; the rest as in `gated_delta_rule`."""
-    return _recurrence(
-        query, key, value, decay, None, tree, LinearOptions(scale, False, initial_state, output_final_state)
-    )
+    """Linear attention, with a decay for each head (lightning attention, retention), token, or channel (GLA).
 
-
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, has_kernels=True)
-def decay_linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    tree: RowTree | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay for each head, [H], or for each token and head, [B, T, H].
-
-    Lightning attention and retention have the former. The rest as in `gated_delta_rule`.
+    All of it as in `delta_rule`.
     """
-    per_token = decay.expand(*value.shape[:2], -1)[..., None]
-    return _recurrence(
-        query, key, value, per_token, None, tree, LinearOptions(scale, False, initial_state, output_final_state)
-    )
+    options = LinearOptions(scale, False, initial_state, output_final_state)
+    return _recurrence(query, key, value, decay, None, tree, options)
 
 
 @mixer(
     {"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None},
     "values",
     state=_state_of_space,
-    has_kernels=True,
+    keys="write",
 )
 def state_space_scan(
     values: Tensor,
@@ -196,23 +127,34 @@ def state_space_scan(
         rate: [H], below 0.
         write: [B, T, G, D]; head h takes group h // (H // G).
         read: [B, T, G, D].
-        tree: as in `gated_delta_rule`.
-        skip: [H], factor of the values that are added to the output.
+        tree: as in `delta_rule`.
+        skip: [H] or [H, E], factor of the values that are added to the output.
         initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
-        output_final_state: as in `gated_delta_rule`.
+        output_final_state: as in `delta_rule`.
 
     Returns:
         [B, T, H, E] in the dtype of `values`; and the final states or None, with D and E the other way round.
+
+    Raises:
+        ValueError: as in `delta_rule`.
     """
+    batch, length, heads, width = values.shape
+    require_shape("step", step, (batch, length, heads))
+    require_shape("rate", rate, (heads,))
+    require_shape("write", write, (batch, length, *write.shape[2:]))
+    require_shape("read", read, tuple(write.shape))
+    require_shape("skip", skip, (heads,), (heads, width))
+    if initial_state is not None:
+        require_shape("initial_state", initial_state, (len(initial_state), heads, width, write.shape[-1]))
     dtype = computed_in(values)
     wide, step = values.to(dtype), step.to(dtype)
     start = None if initial_state is None else initial_state.transpose(-1, -2)
-    decay, written = (step * rate.to(dtype))[..., None], wide * step[..., None]
+    decay, written = step * rate.to(dtype), wide * step[..., None]
     out, states = _recurrence(
         read, write, written, decay, None, tree, LinearOptions(1.0, False, start, output_final_state)
     )
     if skip is not None:
-        out = out + wide * skip[:, None]
+        out = out + wide * skip.reshape(heads, -1)
     return out.to(values.dtype), None if states is None else states.transpose(-1, -2)
 
 
@@ -220,18 +162,41 @@ def _recurrence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
+    decay: Tensor | None,
     beta: Tensor | None,
     tree: RowTree | None,
     options: LinearOptions,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length = value.shape[:2]
-    row = tree_of_chains(batch, length, value.device) if tree is None else tree
-    inputs = LinearInputs(query, key, value, decay, beta).of_each(lambda x: x.flatten(0, 1)[None])
+    row = row_or_chains(tree, "value", value)
+    _require_shapes(query, key, value, decay, beta, options.initial_state)
+    given = LinearInputs(query, key, value, _per_channel(decay, value), beta)
+    inputs = given.of_each(lambda x: x.flatten(0, 1)[None])
     compute = by_kernels if kernels_can(key, value) else by_chunks
     # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
     with torch.autocast(value.device.type, enabled=False):
         out, final = compute(inputs, row, options)
     out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
-    # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
-    return out if tree is None else torch.where(is_padding(tree)[:, None, None], value, out), final
+    return with_values_on_padding(out, value, tree), final
+
+
+def _require_shapes(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None, initial: Tensor | None
+) -> None:
+    batch, length, heads, out_width = value.shape
+    key_heads, width = key.shape[2:]
+    if heads % key_heads:
+        raise ValueError(f"{heads} heads of value are not a multiple of {key_heads} heads of key")
+    require_shape("key", key, (batch, length, key_heads, width))
+    require_shape("query", query, (batch, length, key_heads, width))
+    require_shape("decay", decay, (heads,), (batch, length, heads), (batch, length, heads, width))
+    require_shape("beta", beta, (batch, length, heads))
+    if initial is not None:
+        require_shape("initial_state", initial, (len(initial), heads, width, out_width))
+
+
+def _per_channel(decay: Tensor | None, value: Tensor) -> Tensor:
+    """None, [H], [B, T, H] or [B, T, H, D] -> [B, T, H, 1 or D]."""
+    if decay is None:
+        return torch.zeros_like(value[..., :1])
+    return decay if decay.dim() == 4 else decay.expand(value.shape[:3])[..., None]

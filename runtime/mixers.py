@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["MIXERS", "Mixer", "computed_in", "mixer", "one_node"]
+__all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_shape"]
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -29,14 +29,15 @@ class Mixer:
         like: the name of the tensor whose shape, dtype and token dimension the result has.
         state: the shape of a state from the shapes of the tensors by name; None where the op carries none, but looks at
             ancestors. An op with states returns a pair, whose second entry are final states.
-        has_kernels: whether the kernels of `recurrence_fla` can take its place.
+        keys: the tensor whose last dimension bounds where the kernels of `recurrence_fla` can take its place; None
+            where there are none.
     """
 
     op: Callable[..., Any]
     tokens: Mapping[str, int | None]
     like: str
     state: StateShape | None
-    has_kernels: bool
+    keys: str | None
 
 
 MIXERS: dict[str, Mixer] = {}
@@ -44,7 +45,7 @@ MIXERS: dict[str, Mixer] = {}
 
 
 def mixer(
-    tokens: Mapping[str, int | None], like: str, *, state: StateShape | None = None, has_kernels: bool = False
+    tokens: Mapping[str, int | None], like: str, *, state: StateShape | None = None, keys: str | None = None
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
     """Declares an op over a row's tree, so that models that call it can be compiled.
 
@@ -55,7 +56,7 @@ def mixer(
         tokens: as in `Mixer`. The op has an argument `tree` besides, and options.
         like: as in `Mixer`.
         state: as in `Mixer`.
-        has_kernels: as in `Mixer`.
+        keys: as in `Mixer`.
 
     Raises:
         ValueError: another module has declared an op of that name, or the op has no such arguments.
@@ -66,7 +67,7 @@ def mixer(
         if known is not None and known.op.__module__ != op.__module__:
             raise ValueError(f"there is a mixer {op.__name__} in {known.op.__module__}; choose another name")
         _check_names(op, tokens, like)
-        MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, has_kernels)
+        MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, keys)
         return op
 
     return declare
@@ -84,6 +85,16 @@ def _check_names(op: Callable[..., Any], tokens: Mapping[str, int | None], like:
 def computed_in(values: Tensor) -> torch.dtype:
     """The dtype in which ops carry states: float64 where the values are, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def require_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...]) -> None:
+    """Refuses the argument `name` of an op where broadcasting would take it for something else.
+
+    Raises:
+        ValueError: `tensor` is given, and has none of the shapes.
+    """
+    if tensor is not None and all(tuple(tensor.shape) != shape for shape in shapes):
+        raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {' or '.join(map(str, shapes))}")
 
 
 def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:

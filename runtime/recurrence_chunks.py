@@ -41,7 +41,7 @@ class _Pieces(NamedTuple):
 
 
 def by_chunks(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
-    """What all of these functions come to, in torch's own operations: outputs [1, T, H, E], and final states."""
+    """Outputs [1, T, H, E] and, where asked for, the states after every segment [S, H, D, E]."""
     pieces = _pieces(inputs, row, options)
     attend = _pair_products(pieces.query, pieces.key, pieces.total) * (pieces.query_factor * pieces.key_factor.mT)
     maps, initial = _chunk_maps(pieces), options.initial_state
@@ -95,14 +95,15 @@ def _total_decay(decay: Tensor) -> Tensor:
 def _pair_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     """`sum_d left[i, d] right[j, d] exp(total[i, d] - total[j, d])` for j <= i, 0 above: [n, H, CHUNK, CHUNK]."""
     if total.shape[-1] == 1:
-        return left @ right.transpose(-1, -2) * _decay_between(total[..., 0])
+        return left @ right.mT * _decay_between(total)[..., 0]
     return _pair_products_per_channel(left, right, total)
 
 
 def _decay_between(total: Tensor) -> Tensor:
-    """exp(total[i] - total[j]) for j <= i, else 0: the exponent is masked, since it may overflow there."""
-    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    return (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    """exp(total[i] - total[j]) for j <= i, else 0: [..., n, D] -> [..., n, n, D]."""
+    later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=total.device).triu(1)[..., None]
+    # The exponent is masked, since it may overflow there.
+    return (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
 
 
 def _pair_products_per_channel(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
@@ -117,16 +118,14 @@ def _pair_products_per_channel(left: Tensor, right: Tensor, total: Tensor) -> Te
     index = torch.arange(CHUNK, device=total.device)
     later = (index >= _PART * index[:parts, None])[..., None]
     since = (begin - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
-    before = (left_parts * (total_parts - begin).exp()) @ (right[..., None, :, :] * since).transpose(-1, -2)
+    before = (left_parts * (total_parts - begin).exp()) @ (right[..., None, :, :] * since).mT
     inside = _pairs_inside(left_parts, right.unflatten(-2, (parts, _PART)), total_parts)
     return before.flatten(-3, -2) + _block_diagonal(inside)
 
 
 def _pairs_inside(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     """Products of the tokens of one part: [n, H, parts, _PART, _PART]."""
-    later = torch.ones(_PART, _PART, dtype=torch.bool, device=total.device).triu(1)[..., None]
-    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
-    return (left[..., :, None, :] * right[..., None, :, :] * between).sum(-1)
+    return (left[..., :, None, :] * right[..., None, :, :] * _decay_between(total)).sum(-1)
 
 
 def _block_diagonal(blocks: Tensor) -> Tensor:

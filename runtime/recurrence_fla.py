@@ -6,10 +6,10 @@ depend on the tree is the kernels' own.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import depths_of
+from tree_compile.runtime.depths import Depth, depths_of
 from tree_compile.runtime.layout import END
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.row_tree import RowTree
@@ -47,7 +47,7 @@ def _work_here() -> bool:
 def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
     """Outputs [1, T, H, E], with zeros for padding, and the states after every segment, [S, H, D, E]."""
     segments = tree.segments[tree.segments[:, END] > 0].numpy()
-    depths, kernel, device = depths_of(segments), _kernel(inputs), inputs.value.device
+    depths, device = depths_of(segments), inputs.value.device
     order = torch.from_numpy(np.concatenate([depth.tokens for depth in depths])).to(device, non_blocking=True)
     parts = _by_depth(inputs, order, [int(depth.offsets[-1]) for depth in depths])
     initial = options.initial_state
@@ -58,17 +58,20 @@ def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> t
         if states:
             before = states[-1].index_select(0, torch.from_numpy(depth.parents).to(device, non_blocking=True))
         offsets = torch.from_numpy(depth.offsets)
-        out, ends = kernel(
+        out, ends = _run(
             part, scale=options.scale, normalize=options.normalize, initial_state=before,
             cu_seqlens=offsets.to(device, non_blocking=True), cu_seqlens_cpu=offsets,
         )  # fmt: skip
         done.append(out)
         states.append(ends)
     whole = torch.zeros_like(inputs.value).index_copy(1, order, torch.cat(done, 1).to(inputs.value.dtype))
-    if not options.output_final_state:
-        return whole, None
+    return whole, _in_row_order(states, depths) if options.output_final_state else None
+
+
+def _in_row_order(states: list[Tensor], depths: list[Depth]) -> Tensor:
+    """States of segments depth by depth -> [S, H, D, E]."""
     places = np.argsort(np.concatenate([depth.segments for depth in depths]))
-    return whole, torch.cat(states).index_select(0, torch.from_numpy(places).to(device))
+    return torch.cat(states).index_select(0, torch.from_numpy(places).to(states[0].device))
 
 
 def _by_depth(inputs: LinearInputs, order: Tensor, lengths: list[int]) -> list[LinearInputs]:
@@ -84,47 +87,25 @@ def _rows(rows: Tensor, values: Tensor) -> Tensor:
     return values.index_select(1, rows)
 
 
-def _kernel(inputs: LinearInputs) -> Callable[..., tuple[Tensor, Tensor]]:
-    has_channels = inputs.decay.shape[-1] > 1
-    if inputs.beta is None:
-        return _gated_linear if has_channels else _simple_linear
-    return _kimi_delta if has_channels else _gated_delta
+_KERNELS = {
+    (False, True): ("gated_delta_rule", "chunk_gated_delta_rule"),
+    (True, True): ("kda", "chunk_kda"),
+    (False, False): ("simple_gla", "chunk_simple_gla"),
+    (True, False): ("gla", "chunk_gla"),
+}
+"""Package and function, by whether the decay has channels and whether there is a delta rule."""
 
 
-def _gated_delta(x: LinearInputs, *, normalize: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    found: tuple[Tensor, Tensor] = chunk_gated_delta_rule(
-        x.query, x.key, x.value, x.decay[..., 0], x.beta,
-        use_qk_l2norm_in_kernel=normalize, output_final_state=True, **options,
-    )  # fmt: skip
-    return found
-
-
-def _kimi_delta(x: LinearInputs, *, normalize: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    from fla.ops.kda import chunk_kda
-
-    query, key = _for_value_heads(x)
-    found: tuple[Tensor, Tensor] = chunk_kda(
-        query, key, x.value, x.decay, x.beta, use_qk_l2norm_in_kernel=normalize, output_final_state=True, **options
-    )
-    return found
-
-
-def _gated_linear(x: LinearInputs, *, normalize: bool, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    from fla.ops.gla import chunk_gla
-
-    query, key = _for_value_heads(x)
-    found: tuple[Tensor, Tensor] = chunk_gla(query, key, x.value, x.decay, output_final_state=True, **options)
-    return found
-
-
-def _simple_linear(x: LinearInputs, *, normalize: bool, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    query, key = _for_value_heads(x)
-    found: tuple[Tensor, Tensor] = chunk_simple_gla(
-        query, key, x.value, g=x.decay[..., 0], output_final_state=True, **options
+def _run(x: LinearInputs, *, normalize: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    has_channels, has_delta = x.decay.shape[-1] > 1, x.beta is not None
+    package, name = _KERNELS[has_channels, has_delta]
+    kernel = getattr(importlib.import_module(f"fla.ops.{package}"), name)
+    # Only kernels with a delta rule let heads share keys.
+    query, key = (x.query, x.key) if has_delta else _for_value_heads(x)
+    decay = x.decay if has_channels else x.decay[..., 0]
+    delta = {"beta": x.beta, "use_qk_l2norm_in_kernel": normalize} if has_delta else {}
+    found: tuple[Tensor, Tensor] = kernel(
+        q=query, k=key, v=x.value, g=decay, output_final_state=True, **delta, **options
     )
     return found
 
@@ -132,4 +113,6 @@ def _simple_linear(x: LinearInputs, *, normalize: bool, **options: Any) -> tuple
 def _for_value_heads(x: LinearInputs) -> tuple[Tensor, Tensor]:
     """Query and key with as many heads as the value; each of theirs serves some neighbouring ones."""
     group = x.value.shape[2] // x.key.shape[2]
+    if group == 1:
+        return x.query, x.key
     return x.query.repeat_interleave(group, 2), x.key.repeat_interleave(group, 2)

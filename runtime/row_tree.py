@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tree_compile.runtime.depths import levels
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.regroup import regroup
 from tree_compile.runtime.sequences import IntArray
@@ -19,8 +20,10 @@ __all__ = [
     "in_chunks",
     "in_row",
     "last_chunks",
+    "row_or_chains",
     "tree_of_chains",
     "tree_of_segments",
+    "with_values_on_padding",
 ]
 
 CHUNK = 32
@@ -92,6 +95,27 @@ def tree_of_chains(sequences: int, length: int, device: torch.device) -> RowTree
     return RowTree(torch.from_numpy(parent), tokens, place, chunk_parent, segments).to(device)
 
 
+def row_or_chains(tree: RowTree | None, name: str, values: Tensor) -> RowTree:
+    """The tree that an op reads: `tree`, or where there is none that of the sequences of a batch.
+
+    Args:
+        tree: that of a row.
+        name: what the op calls `values`.
+        values: [B, T, …].
+
+    Raises:
+        ValueError: there are no tokens, or a batch of rows.
+    """
+    batch, length = values.shape[:2]
+    if batch * length == 0:
+        raise ValueError(f"no tokens: {name} is {tuple(values.shape)}")
+    if tree is None:
+        return tree_of_chains(batch, length, values.device)
+    if batch != 1:
+        raise ValueError(f"a batch of {batch} over one tree; {name} must be one row, [1, T, …]")
+    return tree
+
+
 def in_chunks(values: Tensor, tree: RowTree) -> Tensor:
     """[B, T, H, D] -> [n, H, CHUNK, D], with zeros where a chunk has no token."""
     heads, width = values.shape[-2:]
@@ -115,9 +139,13 @@ def _places(tree: RowTree, heads: int) -> tuple[Tensor, Tensor]:
     return by_chunk.flatten(), by_row.flatten()
 
 
-def is_padding(tree: RowTree) -> Tensor:
-    """Which tokens of the row are in no segment, bool [T]."""
-    return tree.chunk_place >= tree.chunk_tokens.shape[0]
+def with_values_on_padding(out: Tensor, values: Tensor, tree: RowTree | None) -> Tensor:
+    """`out` [B, T, …] with `values`, of the same shape and dtype, for tokens of the row that are in no segment."""
+    if tree is None:
+        return out
+    is_padding = tree.chunk_place >= tree.chunk_tokens.shape[0]
+    # Zeros there could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
+    return torch.where(is_padding.view(-1, *[1] * (out.dim() - 2)), values, out)
 
 
 def by_first_chunk(states: Tensor, tree: RowTree) -> Tensor:
@@ -130,6 +158,7 @@ def by_first_chunk(states: Tensor, tree: RowTree) -> Tensor:
     if len(states) != roots:
         raise ValueError(f"initial_state has {len(states)} states; it must have one for each of {roots} roots")
     starts = tree.chunk_tokens.view(-1, CHUNK)[: len(states), 0]
+    # The first argsort gives the roots in the order of the row; its own argsort is the place of each root there.
     return states[starts.argsort().argsort()]
 
 
@@ -154,13 +183,9 @@ def _chunks(starts: IntArray, ends: IntArray, above: IntArray, tokens: int, room
 
 def _by_level(above: IntArray) -> tuple[IntArray, IntArray]:
     """The order of chunks by level, and for each in that order the place of the one above it."""
-    level = [0] * len(above)
-    for chunk, parent in enumerate(above.tolist()):
-        if parent >= 0:
-            level[chunk] = level[parent] + 1
     is_last = np.ones(len(above), np.int64)
     is_last[above[above >= 0]] = 0
-    order = np.lexsort((is_last, np.array(level)))
+    order = np.lexsort((is_last, np.array(levels(above))))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     return order, np.where(above[order] < 0, -1, place[above[order]])

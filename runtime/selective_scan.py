@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import computed_in, mixer
+from tree_compile.runtime.mixers import computed_in, mixer, require_shape
 from tree_compile.runtime.row_tree import (
     CHUNK,
     RowTree,
     by_first_chunk,
     in_chunks,
     in_row,
-    is_padding,
     last_chunks,
-    tree_of_chains,
+    row_or_chains,
+    with_values_on_padding,
 )
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
@@ -60,10 +60,13 @@ def selective_scan(
     Returns:
         [B, T, D] in the dtype of `values`; and, where asked for, the states after the last token of each sequence,
         [B, D, N], or those after every segment, [S, D, N], with `tree`.
+
+    Raises:
+        ValueError: there are no tokens, or a tensor has another shape; `initial_state` has not one state for each root;
+            or `tree` is given and B is not 1.
     """
-    batch, length, _ = values.shape
-    dtype = computed_in(values)
-    row = tree_of_chains(batch, length, values.device) if tree is None else tree
+    row, dtype = row_or_chains(tree, "values", values), computed_in(values)
+    _require_shapes(values, step, rate, write, read, skip, initial_state)
     wide, step = values.to(dtype), step.to(dtype)
 
     def by_chunk(values: Tensor) -> Tensor:
@@ -76,13 +79,26 @@ def selective_scan(
     start = None if initial_state is None else by_first_chunk(initial_state.to(dtype), row)[..., None]
     states, new = starting_states(maps, row.chunk_parent, start)
     reached = own + total * states[:, None, ..., 0]
-    out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, batch)[:, :, 0]
+    out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, len(values))[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
-    # Zeros on padding could become NaN in a norm after this, and NaN times a gradient of 0 is NaN.
-    out = out if tree is None else torch.where(is_padding(tree)[:, None], values, out)
+    out = with_values_on_padding(out, values, tree)
     if not output_final_state:
         return out, None
     return out, final_states(maps, states, new)[last_chunks(row), ..., 0]
+
+
+def _require_shapes(
+    values: Tensor, step: Tensor, rate: Tensor, write: Tensor, read: Tensor, skip: Tensor | None, initial: Tensor | None
+) -> None:
+    batch, length, channels = values.shape
+    size = rate.shape[-1]
+    require_shape("step", step, (batch, length, channels))
+    require_shape("rate", rate, (channels, size))
+    require_shape("write", write, (batch, length, size))
+    require_shape("read", read, (batch, length, size))
+    require_shape("skip", skip, (channels,))
+    if initial is not None:
+        require_shape("initial_state", initial, (len(initial), channels, size))
 
 
 def _states_of_own(factor: Tensor, written: Tensor) -> Tensor:

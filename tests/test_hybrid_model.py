@@ -1,5 +1,7 @@
 """The hybrid decoder is an ordinary causal language model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,8 +12,12 @@ SMALL = HybridConfig(vocab_size=50, width=32, layers=4, head_width=8, hidden=24)
 
 @pytest.fixture
 def model() -> Hybrid:
+    return random_model(SMALL).double()
+
+
+def random_model(config: HybridConfig) -> Hybrid:
     torch.manual_seed(0)
-    model = Hybrid(SMALL).double()
+    model = Hybrid(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -39,10 +45,13 @@ def test_longer_sequence_keeps_the_logits_of_its_prefix(model):
     torch.testing.assert_close(model(tokens)[:, :70], model(tokens[:, :70]))
 
 
-def test_half_precision_by_autocast_is_computed(model):
-    tokens, single = torch.randint(0, 50, (1, 40)), model.float()
+def test_half_precision_by_autocast_is_within_its_rounding():
+    # A token goes to all experts: rounding may send it to other ones.
+    model, tokens = random_model(replace(SMALL, experts_per_token=SMALL.experts)), torch.randint(0, 50, (1, 40))
+    wanted = model(tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        assert single(tokens).isfinite().all()
+        difference = model(tokens).float() - wanted
+    assert difference.abs().max() < 5e-2 * wanted.abs().max()
 
 
 def test_sequences_of_a_batch_are_apart(model):

@@ -15,7 +15,7 @@ from tree_compile import treecompile
 from tree_compile.errors import CaptureError, TokenMixingError
 from tree_compile.known_mixers import kept_whole, register_mixer
 from tree_compile.patches import recoded
-from tree_compile.runtime.linear_recurrence import decay_linear_attention, delta_rule, gated_delta_rule
+from tree_compile.runtime.linear_recurrence import delta_rule, linear_attention
 from tree_compile.runtime.mixers import mixer, one_node
 
 qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -52,9 +52,10 @@ CALLS = {
     "without its decorator": lambda q, k, v, g, b: plain(q, k, v, g, b)[0],
     "in a partial": lambda q, k, v, g, b: functools.partial(chunked, use_qk_l2norm_in_kernel=True)(q, k, v, g, b)[0],
     "the loop over tokens": lambda q, k, v, g, b: qwen.torch_recurrent_gated_delta_rule(q, k, v, g, b)[0],
-    "our op": lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, b, scale=0.5, normalize=True)[0],
-    "our op with ones": lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, torch.ones_like(b))[0],
-    "a decay for each head": lambda q, k, v, g, b: decay_linear_attention(q, k, v, g - g.detach() - 0.1)[0],
+    "our op": lambda q, k, v, g, b: delta_rule(q, k, v, b, g, scale=0.5, normalize=True)[0],
+    "our op with ones": lambda q, k, v, g, b: delta_rule(q, k, v, torch.ones_like(b), g)[0],
+    "a decay for each token": lambda q, k, v, g, b: linear_attention(q, k, v, g)[0],
+    "a decay for each head": lambda q, k, v, g, b: linear_attention(q, k, v, torch.tensor([-0.1, -0.7]))[0],
 }
 
 
@@ -63,6 +64,12 @@ def test_call_is_exact_however_it_is_written(name):
     report = check(CALLS[name])
     assert report.greatest_output_difference < 1e-5
     assert report.greatest_gradient_difference < 1e-4
+
+
+@pytest.mark.parametrize(("name", "shape"), [("by position", "[1, T, 2]"), ("a decay for each head", "[2]")])
+def test_explanation_gives_the_shape_of_the_decay(name, shape):
+    explanation = treecompile(Model(CALLS[name]), backend="eager").explain()
+    assert f" with decay {shape} in chunks of 32 tokens" in str(explanation)
 
 
 def test_double_precision_model_is_computed_in_float32_where_the_function_is():
@@ -74,12 +81,18 @@ def test_double_precision_model_is_computed_in_float32_where_the_function_is():
 
 STATE = torch.zeros(1, 2, 4, 4)
 REFUSED = {
-    "a given state": (lambda q, k, v, g, b: chunked(q, k, v, g, b, initial_state=STATE)[0], "from a given state"),
-    "its final state": (lambda q, k, v, g, b: chunked(q, k, v, g, b, output_final_state=True)[0], "its final state"),
+    "a given state": (lambda q, k, v, g, b: chunked(q, k, v, g, b, initial_state=STATE)[0], "with `initial_state`"),
+    "its final state": (
+        lambda q, k, v, g, b: chunked(q, k, v, g, b, output_final_state=True)[0],
+        "with `output_final_state`",
+    ),
     "a scale that transformers ignores": (lambda q, k, v, g, b: plain(q, k, v, g, b, scale=1.0)[0], "with `scale`"),
-    "the state of our op": (lambda q, k, v, g, b: delta_rule(q, k, v, b, initial_state=STATE)[0], "a given state"),
+    "the state of our op": (
+        lambda q, k, v, g, b: delta_rule(q, k, v, b, initial_state=STATE)[0],
+        "with `initial_state`",
+    ),
     "heads as a batch": (
-        lambda *inputs: gated_delta_rule(*(x.transpose(0, 2) for x in inputs))[0].transpose(0, 2),
+        lambda q, k, v, g, b: delta_rule(*(x.transpose(0, 2) for x in (q, k, v, b, g)))[0].transpose(0, 2),
         "one batch before its tokens",
     ),
 }
@@ -95,10 +108,8 @@ def test_call_that_has_no_place_in_a_tree_is_refused(name):
 
 
 def test_option_that_is_a_tensor_is_refused():
-    with pytest.raises(
-        CaptureError, match=r"scale of gated_delta_rule is a .*; it must be a plain number, or a tensor that"
-    ):
-        check(lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, b, scale=torch.ones(()))[0])
+    with pytest.raises(CaptureError, match=r"scale of delta_rule is a .*; it must be a plain number, or a tensor that"):
+        check(lambda q, k, v, g, b: delta_rule(q, k, v, b, g, scale=torch.ones(()))[0])
 
 
 def test_function_that_is_registered_is_computed_by_its_replacement():
@@ -112,7 +123,7 @@ def test_function_that_is_registered_is_computed_by_its_replacement():
     def replacement(x, alpha=0.5):
         decay = torch.full_like(x[..., 0], alpha).log()
         one = torch.ones_like(x[..., :1])
-        return one_node(decay_linear_attention, query=one, key=one, value=x, decay=decay, scale=1.0)
+        return one_node(linear_attention, query=one, key=one, value=x, decay=decay, scale=1.0)
 
     register_mixer(theirs, replacement)
     report = check(lambda q, k, v, g, b: theirs(v, 0.25))
@@ -134,7 +145,7 @@ def test_op_with_the_name_of_another_is_refused():
     [
         ({"nope": 1}, "x", "has no argument nope; it has x, tree"),
         ({"x": 1}, "nope", "like is 'nope'"),
-        ({}, "x", "like"),
+        ({}, "x", "like is 'x'"),
     ],
 )
 def test_op_whose_arguments_are_named_wrongly_is_refused(tokens, like, why):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tree_compile.passes.mixers import has_kernels
+from tree_compile.passes.mixers import runs_kernels
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.runtime.mixers import MIXERS
 
@@ -202,7 +202,7 @@ def compiled(section: fx.GraphModule) -> Function:
 def _runs_kernels(graph: fx.Graph) -> bool:
     calls = [(MIXERS.get(getattr(node.target, "__name__", "")), node) for node in graph.nodes]
     return any(
-        found is not None and found.op is node.target and has_kernels(found, node.kwargs) for found, node in calls
+        found is not None and found.op is node.target and runs_kernels(found, node.kwargs) for found, node in calls
     )
 
 

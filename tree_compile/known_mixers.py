@@ -95,9 +95,7 @@ def _declared(mixer: Mixer) -> Replacement:
     """A call of the op itself, on unpacked sequences."""
 
     def replacement(**given: Any) -> Any:
-        if given.pop("tree", None) is not None:
-            raise _refused("is given the tree of a row", "call it on unpacked sequences, without `tree`.")
-        _require_no_state(given, "initial_state", "output_final_state")
+        _require_unused({name: given.pop(name, None) for name in ("tree", "initial_state", "output_final_state")})
         node = one_node(mixer.op, **given)
         return node if mixer.state is None else (node, None)
 
@@ -108,17 +106,9 @@ def _refused(what: str, hint: str) -> TokenMixingError:
     return TokenMixingError(
         f"A layer that carries a state from token to token {what}.",
         where=line_of_stack(),
-        why="a sequence starts from no state, and every state belongs to a place in the tree.",
+        why="no op that takes its place over a tree has this form.",
         hint=hint,
     )
-
-
-def _require_no_state(given: Given, initial: str, final: str) -> None:
-    """Takes both arguments out."""
-    if given.pop(initial, None) is not None:
-        raise _refused("starts from a given state", "leave initial states out: sequences are passed whole.")
-    if given.pop(final, False):
-        raise _refused("returns its final state", "switch caches off, for example with use_cache=False.")
 
 
 def _require_unused(given: Given) -> None:
@@ -129,16 +119,21 @@ def _require_unused(given: Given) -> None:
             raise TokenMixingError(
                 f"A layer that carries a state from token to token is called with `{name}`.",
                 where=line_of_stack(),
-                why="the op that takes its place over a tree has no such argument.",
+                why="what takes its place over a tree has no such argument.",
                 hint=_INSTEAD.get(name, f"compute what {name} does before or after the call."),
             )
 
 
 _WITHOUT_EFFECT = {"chunk_size", "disable_recompute", "use_mambapy", "use_associative_scan", "use_graph"}
-_INSTEAD = dict.fromkeys(
-    ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "seq_idx"),
-    "pass one unpacked sequence: a list of them is packed.",
-)
+_UNPACKED = "pass one unpacked sequence: a list of them is packed."
+_WHOLE = "leave it out: a sequence is passed whole, and starts from no state."
+_NOT_RETURNED = "switch caches off, for example with use_cache=False: every state belongs to a place in the tree."
+_INSTEAD = {
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "seq_idx", "tree"), _UNPACKED),
+    **dict.fromkeys(("initial_state", "initial_states", "cache"), _WHOLE),
+    **dict.fromkeys(("output_final_state", "return_final_states", "return_last_state"), _NOT_RETURNED),
+    "attention_mask": "leave it out: sequences are passed without padding.",
+}
 
 
 # Convolutions
@@ -156,7 +151,6 @@ def _causal_conv(
 
 def _causal_conv1d(x: Tensor, **others: Any) -> Tensor:
     """The function of the package causal_conv1d, [B, D, T]."""
-    _require_no_state(others, "initial_states", "return_final_states")
     return _causal_conv(x, **others)
 
 
@@ -174,72 +168,56 @@ def _activated(values: Tensor, activation: str | None) -> Tensor:
 # Delta rules and linear attention
 
 
-def _of_transformers(op: Callable[..., Any]) -> Replacement:
+def _delta_of_transformers(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' functions, which compute in float32 and take no scale."""
-
-    def replacement(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
-        _require_no_state(others, "initial_state", "output_final_state")
-        normalize = others.pop("use_qk_l2norm_in_kernel", False)
-        _require_unused(others)
-        tensors = {"query": query, "key": key, "value": value, "decay": g, "beta": beta}
-        out = one_node(op, **{name: x.to(torch.float32) for name, x in tensors.items()}, normalize=normalize)
-        return out.to(query.dtype), None
-
-    return replacement
+    _require_unused(others)
+    tensors = {"query": query, "key": key, "value": value, "decay": g, "beta": beta}
+    tensors = {name: x.to(torch.float32) for name, x in tensors.items()}
+    return one_node(linear.delta_rule, **tensors, normalize=use_qk_l2norm_in_kernel).to(query.dtype), None
 
 
-def _of_fla(op: Callable[..., Any]) -> Replacement:
-    """fla's functions of query, key, value, decay and beta, as far as `op` has them."""
-    names = MIXERS[op.__name__].tokens
-
-    def replacement(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, None]:
-        _require_no_state(others, "initial_state", "output_final_state")
-        tensors = {"query": q, "key": k, "value": v}
-        if "decay" in names:
-            tensors["decay"] = _or_else(others.pop("g", None), 0.0, v)
-        if "beta" in names:
-            tensors["beta"] = _or_else(others.pop("beta", None), 1.0, v)
-            tensors["normalize"] = others.pop("use_qk_l2norm_in_kernel", False)
-        scale = others.pop("scale", None)
-        _require_unused(others)
-        return one_node(op, **tensors, scale=scale).to(q.dtype), None
-
-    return replacement
+def _delta_of_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    _require_unused(others)
+    tensors = {"query": q, "key": k, "value": v, "decay": g}
+    tensors["beta"] = torch.ones_like(v[..., 0]) if beta is None else beta
+    return one_node(linear.delta_rule, **tensors, scale=scale, normalize=use_qk_l2norm_in_kernel).to(q.dtype), None
 
 
-def _or_else(numbers: Tensor | None, otherwise: float, value: Tensor) -> Tensor:
-    """`numbers`, or one number for every token and head."""
-    return torch.full_like(value[..., 0], otherwise) if numbers is None else numbers
-
-
-def _simple_linear(g: Tensor | None = None, g_gamma: Tensor | None = None, **given: Any) -> tuple[Tensor, None]:
-    value = given["v"]
-    by_head = 0 if g_gamma is None else g_gamma.expand(value.shape[:3])
-    return _linear(g=by_head + _or_else(g, 0.0, value), **given)
+def _linear_of_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    _require_unused(others)
+    decay = g_gamma if g is None else g if g_gamma is None else g + g_gamma
+    return one_node(linear.linear_attention, query=q, key=k, value=v, decay=decay, scale=scale).to(q.dtype), None
 
 
 def _lightning(layer_idx: int, num_layers: int, **given: Any) -> tuple[Tensor, None]:
     heads = given["v"].shape[2]
     numbers = torch.arange(heads, dtype=torch.float32, device=given["v"].device)
-    return _simple_linear(g_gamma=-(8 / heads * (1 - layer_idx / num_layers)) * numbers, **given)
+    return _linear_of_fla(g_gamma=-(8 / heads * (1 - layer_idx / num_layers)) * numbers, **given)
 
 
 def _retention(**given: Any) -> tuple[Tensor, None]:
     numbers = torch.arange(given["v"].shape[2], dtype=torch.float32, device=given["v"].device)
-    return _simple_linear(g_gamma=(1 - torch.exp2(-5.0 - numbers)).log(), **given)
+    return _linear_of_fla(g_gamma=(1 - torch.exp2(-5.0 - numbers)).log(), **given)
 
 
 def _minimax(
     self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, cache: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """The loop of lightning attention over blocks of tokens."""
-    _require_no_state({"cache": cache}, "cache", "final")
-    if attention_mask is not None:
-        raise _refused("is given a mask", "leave attention_mask out: sequences are passed without padding.")
+    _require_unused({"attention_mask": attention_mask, "cache": cache})
     shape = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     query, key, value = self.act_fn(self.qkv_proj(hidden_states)).reshape(shape).split(self.head_dim, dim=3)
-    decay = (-self.slope_rate.reshape(-1)).expand(value.shape[:3])
-    out = one_node(linear.decay_linear_attention, query=query, key=key, value=value, decay=decay, scale=1.0)
+    decay = -self.slope_rate.reshape(-1)
+    out = one_node(linear.linear_attention, query=query, key=key, value=value, decay=decay, scale=1.0)
     out = self.norm(out.reshape(*hidden_states.shape[:2], -1))
     return self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out), None
 
@@ -258,17 +236,16 @@ def _mamba2(
     **others: Any,
 ) -> Tensor:  # fmt: skip
     """transformers' `mamba2_chunk_scan`, which computes and returns float32."""
-    _require_no_state(others, "initial_states", "return_final_states")
     _require_unused(others)
     step = torch.clamp(_step(dt, dt_bias, dt_softplus), min=dt_limit[0], max=dt_limit[1])
     values, step, write, read = (x.float() for x in (hidden_states, step, B, C))
     return one_node(linear.state_space_scan, values=values, step=step, rate=A, write=write, read=read, skip=D)
 
 
-def _mamba2_kernel(x: Tensor, z: Tensor | None = None, **others: Any) -> Tensor:
-    """`mamba_chunk_scan_combined` of the package mamba_ssm."""
-    out = _mamba2(x, **others)
-    return (out if z is None else out * F.silu(z)).to(x.dtype)
+def _mamba2_kernel(x: Tensor, dt: Tensor, z: Tensor | None = None, **others: Any) -> Tensor:
+    """`mamba_chunk_scan_combined` of the package mamba_ssm, which computes in float32."""
+    out = _mamba2(x, dt.float(), **others)
+    return (out if z is None else out * F.silu(z.float())).to(x.dtype)
 
 
 def _selective_scan(
@@ -276,7 +253,6 @@ def _selective_scan(
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **others: Any,
 ) -> Tensor:  # fmt: skip
     """The loop of Mamba's scan over tokens, [B, D, T]; what is written is rounded to float32 first."""
-    _require_no_state(others, "initial", "return_last_state")
     _require_unused(others)
     step = _step(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
     values, write = (x.float().to(step.dtype) for x in (hidden_states, B))
@@ -286,11 +262,14 @@ def _selective_scan(
     return out if z is None else out * F.silu(z)
 
 
-def _selective_scan_kernel(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **others: Any) -> Tensor:
-    """`selective_scan_fn` of the package mamba_ssm."""
+def _selective_scan_kernel(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None = None, **others: Any
+) -> Tensor:
+    """`selective_scan_fn` of the package mamba_ssm, which computes in float32."""
     if A.is_complex() or B.dim() != 3 or C.dim() != 3:
         raise _refused("has complex, fixed or grouped parameters", "use real A [D, N], and B and C [B, N, T].")
-    return _selective_scan(u, delta, A, B, C, **others).to(u.dtype)
+    gate = None if z is None else z.float()
+    return _selective_scan(u.float(), delta.float(), A, B, C, z=gate, **others).to(u.dtype)
 
 
 def _cannot_be_captured(name: str) -> Replacement:
@@ -300,28 +279,28 @@ def _cannot_be_captured(name: str) -> Replacement:
     return refuse
 
 
-_linear = _of_fla(linear.decay_linear_attention)
 _OF_FLA: dict[str, Replacement] = {
-    "chunk_gated_delta_rule": _of_fla(linear.gated_delta_rule),
-    "fused_recurrent_gated_delta_rule": _of_fla(linear.gated_delta_rule),
-    "chunk_kda": _of_fla(linear.kimi_delta_attention),
-    "fused_recurrent_kda": _of_fla(linear.kimi_delta_attention),
-    "chunk_delta_rule": _of_fla(linear.delta_rule),
-    "fused_recurrent_delta_rule": _of_fla(linear.delta_rule),
-    "chunk_gla": _of_fla(linear.gated_linear_attention),
-    "chunk_simple_gla": _simple_linear,
+    "chunk_gated_delta_rule": _delta_of_fla,
+    "fused_recurrent_gated_delta_rule": _delta_of_fla,
+    "chunk_kda": _delta_of_fla,
+    "fused_recurrent_kda": _delta_of_fla,
+    "chunk_delta_rule": _delta_of_fla,
+    "fused_recurrent_delta_rule": _delta_of_fla,
+    "chunk_gla": _linear_of_fla,
+    "chunk_simple_gla": _linear_of_fla,
     "chunk_lightning_attn": _lightning,
     "chunk_retention": _retention,
 }
 _OF_TRANSFORMERS: dict[str, Replacement] = {
     "causal_conv1d_fn": _causal_conv,
-    "torch_chunk_gated_delta_rule": _of_transformers(linear.gated_delta_rule),
-    "torch_recurrent_gated_delta_rule": _of_transformers(linear.gated_delta_rule),
-    "chunk_kimi_delta_attention": _of_transformers(linear.kimi_delta_attention),
-    "recurrent_kimi_delta_attention": _of_transformers(linear.kimi_delta_attention),
+    "torch_chunk_gated_delta_rule": _delta_of_transformers,
+    "torch_recurrent_gated_delta_rule": _delta_of_transformers,
+    "chunk_kimi_delta_attention": _delta_of_transformers,
+    "recurrent_kimi_delta_attention": _delta_of_transformers,
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _selective_scan,
 }
+# A later entry wins: a module of transformers may hold the function of causal_conv1d itself, under the same name.
 _OF_LIBRARIES: dict[str, dict[str, Replacement]] = {
     "transformers.models.": _OF_TRANSFORMERS,
     "fla.ops": _OF_FLA,

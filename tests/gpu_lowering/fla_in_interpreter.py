@@ -25,13 +25,13 @@ from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels
 from tree_compile.runtime.row_tree import RowTree, tree_of_segments
 
-HEADS = 2
+HEADS, KEY_HEADS = 4, 2
 KERNELS = {
-    # package: decay per channel, delta rule, key heads, width
-    "gated_delta_rule": (False, True, 1, 64),
-    "kda": (True, True, 2, 32),
-    "gla": (True, False, 2, 32),
-    "simple_gla": (False, False, 2, 64),
+    # package: decay per channel, delta rule, width
+    "gated_delta_rule": (False, True, 64),
+    "kda": (True, True, 32),
+    "gla": (True, False, 32),
+    "simple_gla": (False, False, 64),
 }
 
 
@@ -69,8 +69,8 @@ def forked_row() -> tuple[RowTree, int]:
 
 def inputs_of(name: str, tokens: int) -> LinearInputs:
     """Random inputs."""
-    has_channels, has_delta, key_heads, width = KERNELS[name]
-    key, query = (torch.randn(1, tokens, key_heads, width) for _ in range(2))
+    has_channels, has_delta, width = KERNELS[name]
+    key, query = (torch.randn(1, tokens, KEY_HEADS, width) for _ in range(2))
     value, beta = torch.randn(1, tokens, HEADS, width), torch.rand(1, tokens, HEADS)
     decay = -F.softplus(torch.randn(1, tokens, HEADS, width if has_channels else 1))
     inputs = LinearInputs(query, key, value, decay, beta if has_delta else None)
@@ -80,10 +80,12 @@ def inputs_of(name: str, tokens: int) -> LinearInputs:
 def difference(name: str) -> float:
     """The greatest relative difference of kernel and op."""
     tree, tokens = forked_row()
-    inputs, options = inputs_of(name, tokens), LinearOptions(None, KERNELS[name][1], None, True)
+    _, has_delta, width = KERNELS[name]
+    inputs, initial = inputs_of(name, tokens), torch.randn(2, HEADS, width, width, requires_grad=True)
+    options = LinearOptions(None, has_delta, initial, True)
     results = [compute(inputs, tree, options) for compute in (by_kernels, by_chunks)]
     weights = [torch.randn_like(part) for part in results[0]]
-    leaves = [leaf for leaf in inputs if leaf is not None]
+    leaves = [initial, *(leaf for leaf in inputs if leaf is not None)]
     losses = [sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)) for parts in results]
     compared = [(*parts, *torch.autograd.grad(loss, leaves)) for parts, loss in zip(results, losses, strict=True)]
     return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in zip(*compared, strict=True))

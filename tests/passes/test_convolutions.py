@@ -39,6 +39,21 @@ def transposed_before_it_is_cut(model, x, ids):
     return both[:, : x.shape[1]] + F.silu(both).narrow(1, 0, x.shape[1])
 
 
+def squared_before_it_is_cut(model, x, ids):
+    both = F.conv1d(x.mT, kernel(x), padding=3, groups=x.shape[-1])
+    return (both * both)[..., : x.shape[1]].mT
+
+
+def power_before_it_is_cut(model, x, ids):
+    both = F.conv1d(x.mT, kernel(x), padding=3, groups=x.shape[-1])
+    return torch.pow(2.0, both)[..., : x.shape[1]].mT
+
+
+def with_a_bias(model, x, ids):
+    both = F.conv1d(x.mT, kernel(x), kernel(x, 1).flatten(), padding=3, groups=x.shape[-1])
+    return both[..., : x.shape[1]].mT
+
+
 def of_one_token(model, x, ids):
     return F.conv1d(x.mT, kernel(x, 1), groups=x.shape[-1]).mT
 
@@ -55,8 +70,8 @@ def shifted(model, x, ids):
     "step",
     [
         padded_on_both_sides_and_cut, cut_from_the_end, padded_in_front, padded_in_front_and_valid,
-        activated_before_it_is_cut, transposed_before_it_is_cut, of_one_token, wider_than_every_segment,
-        shifted,
+        activated_before_it_is_cut, transposed_before_it_is_cut, squared_before_it_is_cut,
+        power_before_it_is_cut, with_a_bias, of_one_token, wider_than_every_segment, shifted,
     ],
 )  # fmt: skip
 def test_form_is_computed_over_the_tree(step):

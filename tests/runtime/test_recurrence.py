@@ -25,6 +25,11 @@ Inputs = dict[str, Tensor]
 HEADS, KEY_HEADS, D, E = 4, 2, 6, 5
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 # Definitions: one sequence, token by token
 
 
@@ -48,20 +53,17 @@ def delta(query, key, value, decay, beta, scale=None, normalize=False, initial_s
     return torch.stack(out), state
 
 
-def gated_delta_rule(x, **options):
-    return delta(x["query"], x["key"], x["value"], x["decay"], x["beta"], **options)
-
-
 def delta_rule(x, **options):
-    return delta(x["query"], x["key"], x["value"], torch.zeros_like(x["beta"]), x["beta"], **options)
+    return delta(x["query"], x["key"], x["value"], decay_of(x), x["beta"], **options)
 
 
-def gated_linear_attention(x, **options):
-    return delta(x["query"], x["key"], x["value"], x["decay"], None, **options)
+def linear_attention(x, **options):
+    return delta(x["query"], x["key"], x["value"], decay_of(x), None, **options)
 
 
-def decay_linear_attention(x, **options):
-    return delta(x["query"], x["key"], x["value"], x["decay"].expand(len(x["value"]), -1), None, **options)
+def decay_of(x):
+    decay = x.get("decay", torch.zeros(HEADS))
+    return decay.expand(len(x["value"]), -1) if decay.dim() == 1 else decay
 
 
 def state_space_scan(x, initial_state=None):
@@ -69,7 +71,7 @@ def state_space_scan(x, initial_state=None):
     start = None if initial_state is None else initial_state.mT
     values = x["values"] * x["step"][..., None]
     out, state = delta(x["read"], x["write"], values, decay, None, scale=1.0, initial_state=start)
-    return out + x["values"] * x["skip"][:, None], state.mT
+    return out + x["values"] * x["skip"].reshape(HEADS, -1), state.mT
 
 
 def selective(x, initial_state=None):
@@ -132,25 +134,40 @@ def convolution_inputs(tokens: int, width: int = 4) -> Inputs:
 
 Op = tuple[Callable, Callable, Callable[[int], Inputs]]
 STATES: dict[str, Op] = {
-    "gated delta rule": (linear.gated_delta_rule, gated_delta_rule, delta_inputs),
-    "kimi delta attention": (linear.kimi_delta_attention, gated_delta_rule, partial(delta_inputs, channels=True)),
+    "gated delta rule": (linear.delta_rule, delta_rule, delta_inputs),
+    "kimi delta attention": (linear.delta_rule, delta_rule, partial(delta_inputs, channels=True)),
     "delta rule": (linear.delta_rule, delta_rule, lambda tokens: without(delta_inputs(tokens), "decay")),
+    "delta rule with a decay per head": (
+        linear.delta_rule,
+        delta_rule,
+        lambda tokens: delta_inputs(tokens) | {"decay": -normal(HEADS).exp()},
+    ),
     "gated linear attention": (
-        linear.gated_linear_attention,
-        gated_linear_attention,
+        linear.linear_attention,
+        linear_attention,
         lambda tokens: without(delta_inputs(tokens, channels=True), "beta"),
     ),
     "linear attention with a decay per token": (
-        linear.decay_linear_attention,
-        decay_linear_attention,
+        linear.linear_attention,
+        linear_attention,
         lambda tokens: without(delta_inputs(tokens), "beta"),
     ),
     "linear attention with a decay per head": (
-        linear.decay_linear_attention,
-        decay_linear_attention,
-        lambda tokens: without(delta_inputs(tokens), "beta", "decay") | {"decay": -normal(HEADS).exp()},
+        linear.linear_attention,
+        linear_attention,
+        lambda tokens: without(delta_inputs(tokens), "beta") | {"decay": -normal(HEADS).exp()},
+    ),
+    "linear attention without decay": (
+        linear.linear_attention,
+        linear_attention,
+        lambda tokens: without(delta_inputs(tokens), "beta", "decay"),
     ),
     "state space scan": (linear.state_space_scan, state_space_scan, space_inputs),
+    "state space scan with a skip per channel": (
+        linear.state_space_scan,
+        state_space_scan,
+        lambda tokens: space_inputs(tokens) | {"skip": normal(HEADS, E)},
+    ),
     "selective scan": (selective_scan, selective, selective_inputs),
 }
 OPS: dict[str, Op] = {
@@ -222,7 +239,6 @@ def test_tree_equals_the_definition_on_every_sequence(name: str, sequences: list
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("lengths", [(5, 3), (32, 33), (64, 1), (40, 90)])
 def test_state_is_handed_on(name: str, lengths: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     op, definition, make = STATES[name]
     inputs = {key: value.requires_grad_() for key, value in make(sum(lengths)).items()}
 
@@ -242,7 +258,6 @@ def test_state_is_handed_on(name: str, lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_batch_of_unpacked_sequences_equals_each_alone(name: str) -> None:
-    torch.manual_seed(0)
     op, definition, make = OPS[name]
     inputs = make(3 * 45)
     batch = {
@@ -261,7 +276,7 @@ def test_queries_and_keys_are_scaled_and_normalized(name: str) -> None:
     assert difference([op(**inputs, **options)[0][0]], [wanted]) < 1e-10
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [name for name, (_, _, make) in STATES.items() if make(1).keys() & {"decay", "rate"}])
 def test_strong_decays_do_not_overflow(name: str) -> None:
     op, definition, make = STATES[name]
     inputs = make(100)
@@ -279,7 +294,6 @@ def test_strong_decays_do_not_overflow(name: str) -> None:
 )
 @pytest.mark.parametrize("reset", [-100.0, -1e5, -1e9, -torch.inf])
 def test_decay_that_forgets_leaves_what_follows_exact(name: str, reset: float) -> None:
-    torch.manual_seed(0)
     op, definition, make = STATES[name]
     inputs = make(70)
     inputs["decay"][:, [3, 4, 40]] = reset
@@ -293,12 +307,11 @@ def test_decay_that_forgets_leaves_what_follows_exact(name: str, reset: float) -
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_root_starts_from_its_own_state(name: str) -> None:
-    torch.manual_seed(0)
     op, definition, make = STATES[name]
     (row,) = plan_rows([[1] * 5, [2] * 80, [3] * 33], min_shared_tokens=1).rows
     inputs, tree = make(len(row.tokens)), tree_of(row)
-    _, shapes = op(**inputs, tree=tree, output_final_state=True)
-    initial = torch.randn_like(shapes)
+    _, states = op(**inputs, tree=tree, output_final_state=True)
+    initial = torch.randn_like(states)
     out, final = op(**inputs, tree=tree, initial_state=initial, output_final_state=True)
     for root, (start, end) in enumerate(row.segments[:, :2].tolist()):
         wanted, last = definition(of_sequence(inputs, torch.arange(start, end)), initial_state=initial[root])
@@ -307,9 +320,52 @@ def test_every_root_starts_from_its_own_state(name: str) -> None:
         op(**inputs, tree=tree, initial_state=initial[:1])
 
 
+MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
+    "heads of a decay": ("gated delta rule", "decay", (1, 50, 2), "decay"),
+    "a decay one token short": ("gated delta rule", "decay", (1, 49, HEADS), "decay"),
+    "channels of a decay": ("kimi delta attention", "decay", (1, 50, HEADS, D - 1), "decay"),
+    "a decay of one number": ("linear attention with a decay per head", "decay", (1,), "decay"),
+    "heads of beta": ("gated delta rule", "beta", (1, 50, 1), "beta"),
+    "channels of beta": ("delta rule", "beta", (1, 50, HEADS, HEADS), "beta"),
+    "a shorter key": ("gated delta rule", "key", (1, 40, KEY_HEADS, D), "key"),
+    "a wider query": ("gated linear attention", "query", (1, 50, KEY_HEADS, D + 1), "query"),
+    "heads that do not divide": ("gated delta rule", "value", (1, 50, 3, E), "3 heads of value"),
+    "a state of one head": ("gated delta rule", "initial_state", (1, 1, D, E), "initial_state"),
+    "no tokens": ("gated delta rule", "value", (1, 0, HEADS, E), "no tokens"),
+    "heads of a step": ("state space scan", "step", (1, 50, 1), "step"),
+    "a rate for each token": ("state space scan", "rate", (50, 1), "rate"),
+    "heads of a skip": ("state space scan", "skip", (2,), "skip"),
+    "tokens of write": ("state space scan", "write", (1, 49, KEY_HEADS, D), "write"),
+    "tokens of read": ("state space scan", "read", (1, 49, KEY_HEADS, D), "read"),
+    "a state of one head and channel": ("state space scan", "initial_state", (1, HEADS, 1, D), "initial_state"),
+    "channels of a step": ("selective scan", "step", (1, 50, 1), "step"),
+    "a rate of one channel": ("selective scan", "rate", (1, E), "rate"),
+    "one number for write": ("selective scan", "write", (1, 50, 1), "write"),
+    "a skip for each token": ("selective scan", "skip", (50, 1), "skip"),
+    "a selective state of one channel": ("selective scan", "initial_state", (1, 1, E), "initial_state"),
+    "no tokens to scan": ("selective scan", "values", (1, 0, D), "no tokens"),
+    "a weight of one channel": ("convolution", "weight", (1, 4), "weight"),
+    "a bias for each token": ("convolution", "bias", (50, 1), "bias"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_shape_that_does_not_fit_is_refused(case: str) -> None:
+    name, key, shape, why = MISFITS[case]
+    op, _, make = OPS[name]
+    with pytest.raises(ValueError, match=f"^{why}"):
+        op(**make(50) | {key: normal(*shape)})
+
+
+def test_batch_over_a_tree_is_refused() -> None:
+    (row,) = plan_rows([[1] * 50], min_shared_tokens=1).rows
+    inputs = {name: value.expand(2, *value.shape[1:]) for name, value in delta_inputs(50).items()}
+    with pytest.raises(ValueError, match="a batch of 2"):
+        linear.delta_rule(**inputs, tree=tree_of(row))
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_siblings_in_another_order_give_identical_results(name: str) -> None:
-    torch.manual_seed(0)
     op, _, make = OPS[name]
     trunk = list(range(45))
     sequences = [trunk + [100 + i, *range(33)] for i in range(3)] + [[7, 8, 9]]
@@ -383,9 +439,9 @@ def test_half_precision_is_computed_in_float32(name: str) -> None:
 def test_chain_of_5_000_segments_is_computed() -> None:
     (row,) = plan_rows(chain(5_000), min_shared_tokens=1).rows
     inputs = delta_inputs(len(row.tokens))
-    out, _ = linear.gated_delta_rule(**inputs, tree=tree_of(row))
+    out, _ = linear.delta_rule(**inputs, tree=tree_of(row))
     path = torch.from_numpy(row.path(int(row.sequence_length.argmax())))
-    wanted, _ = linear.gated_delta_rule(**{key: value[:, path] for key, value in inputs.items()})
+    wanted, _ = linear.delta_rule(**{key: value[:, path] for key, value in inputs.items()})
     assert difference([out[:, path]], [wanted]) < 1e-9
 
 

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from tree_compile.passes.nodes import ancestors, arguments, operator_name
 from tree_compile.passes.probing import SMALL, constants, evaluate_if_possible, numbers
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
+from tree_compile.passes.shapes import extent, is_size, is_tensor, shape_of, token_symbol
 
 
 def _names(names: str) -> frozenset[str]:
@@ -72,7 +72,9 @@ def _keeps_prefixes(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 
 def _factors(node: Any, symbol: sympy.Symbol) -> list[int]:
-    return [token_factor(size, symbol) for size in shape_of(node)]
+    """f of every size f * T or f * (T // m); -1 of any other that mentions T."""
+    found = [extent(size, symbol) for size in shape_of(node)]
+    return [-1 if one is None or one.fewer else one.factor for one in found]
 
 
 def _range_from_a_constant(node: fx.Node, _symbol: sympy.Symbol) -> bool:

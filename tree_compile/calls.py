@@ -15,7 +15,7 @@ from tree_compile.errors import (
     UnsupportedArgumentError,
     WrappedModelError,
 )
-from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
+from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS, WINDOW_INPUT
 from tree_compile.pipeline import Rewritten
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
@@ -52,7 +52,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     for name, value in keywords.items():
         if name in _HINTS and not (name == "use_cache" and value is False):
             raise unsupported(name)
-        if name in PLAN_INPUTS or name in TREE_INPUTS:
+        if name in PLAN_INPUTS or name in TREE_INPUTS or name.startswith(WINDOW_INPUT):
             raise UnsupportedArgumentError(
                 f"`{name}` cannot be used with a tree model.",
                 why="a graph of a tree model has an input of that name, which says how a row is laid out.",

@@ -22,12 +22,20 @@ from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
 from tree_compile.passes.mixers import RewriteMixers
-from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs, reads_tree, remove_tree_inputs
+from tree_compile.passes.plan_inputs import (
+    RowTables,
+    add_plan_inputs,
+    reads_tree,
+    remove_tree_inputs,
+    window_inputs,
+)
 from tree_compile.passes.positions import RewritePositions
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
+from tree_compile.passes.window_attention import RewriteWindowAttention
+from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
 from tree_compile.rehearsal import rehearse
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
@@ -48,6 +56,7 @@ class Rewritten:
         proved: number of tokens up to which static values were evaluated; None where that settles them for all.
         dense: whether a mask without a closed form is written out as T x T.
         carries_state: whether a layer carries a state along the tokens; then those of TREE_INPUTS follow.
+        windows: the fields of `WindowTables` that follow then, each with the tokens of its windows.
         dtypes: the floating-point dtypes that it computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
@@ -61,6 +70,7 @@ class Rewritten:
     proved: int | None
     dense: bool
     carries_state: bool
+    windows: tuple[tuple[int, str], ...]
     dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
@@ -116,10 +126,13 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
     for graph_pass in (
+        RewriteWindows(statics),
+        RewriteWindowAttention(statics, tables),
         RewriteAttention(statics, tables),
         RewriteMixers(),
         RewriteConvolutions(),
         RewritePositions(statics, tables),
+        RewriteWindowSizes(),
         ProveTokenAxis(),
     ):
         run_pass(graph_module, graph_pass, trail)
@@ -139,6 +152,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         proved=statics.proved_length,
         dense=tables.has_pairs,
         carries_state=carries_state,
+        windows=window_inputs(graph_module.graph),
         dtypes=_dtypes(graph_module.graph),
         random=random,
         trail=trail,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tree_compile.passes.plan_inputs import TREE_INPUTS
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import tree_of_segments
+from tree_compile.runtime.windows import windows_of_row
 from tree_compile.unpacked import Unpacked
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
@@ -47,8 +49,10 @@ class Program:
         return self._result(row, self.rewritten.graph_module(*self._inputs(row)))
 
     def _inputs(self, row: Row) -> tuple[Any, ...]:
-        inputs = row_inputs(row, self.device)
-        return (*inputs, *tree_arguments(row, self.device)) if self.rewritten.carries_state else inputs
+        windows = self.rewritten.windows
+        inputs = row_inputs(row, self.device, max((window for window, _ in windows), default=0))
+        tree = tree_arguments(row, self.device) if self.rewritten.carries_state else ()
+        return (*inputs, *tree, *window_arguments(row, self.device, windows))
 
     def _result(self, row: Row, tensors: tuple[Tensor, ...]) -> RowResult:
         batched = self.rewritten.batched
@@ -85,13 +89,13 @@ def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: in
     return replace(program, rewritten=rewritten, blocks=blocks, checked=False)
 
 
-def row_inputs(row: Row, device: torch.device) -> tuple[Any, ...]:
-    """The arguments of a rewritten graph for one row, in its order."""
+def row_inputs(row: Row, device: torch.device, least: int = 0) -> tuple[Any, ...]:
+    """The arguments of a rewritten graph for one row, in its order; tables are made for `least` positions at least."""
     inputs = [_on_device(values, device)[None] for values in row.inputs.values()]
     position = _on_device(row.position, device)
     rows = np.arange(len(row.tokens), max(len(row.tokens), _FEWEST_TOKENS)) + 1
     subtree_end = torch.from_numpy(np.concatenate([row.subtree_end, rows])).to(device, non_blocking=True)
-    length = max(int(row.position.max()) + 1, _FEWEST_TOKENS)
+    length = max(int(row.position.max()) + 1, _FEWEST_TOKENS, least)
     return (*inputs, _segments(row), position, subtree_end, length)
 
 
@@ -99,6 +103,15 @@ def tree_arguments(row: Row, device: torch.device) -> tuple[Tensor, ...]:
     """The arguments that follow where the graph has layers that carry a state, in the order of TREE_INPUTS."""
     tree = tree_of_segments(row.segments, row.parent, _FEWEST_TOKENS).to(device)
     return tuple(getattr(tree, name) for name in TREE_INPUTS.values())
+
+
+def window_arguments(row: Row, device: torch.device, fields: Sequence[tuple[int, str]]) -> tuple[Tensor, ...]:
+    """The arguments that follow where the graph pools windows: fields of `WindowTables`, each with its window."""
+    tables = {window: windows_of_row(row, window, _FEWEST_TOKENS) for window in dict(fields)}
+    tensors = {(window, name): torch.from_numpy(getattr(tables[window], name)) for window, name in fields}
+    return tuple(
+        tensor if name == "ranges" else tensor.to(device, non_blocking=True) for (_, name), tensor in tensors.items()
+    )
 
 
 def _segments(row: Row) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
+from tree_compile.guards import ShortLengths
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -36,7 +38,7 @@ from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_st
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.window_attention import RewriteWindowAttention
 from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
-from tree_compile.rehearsal import rehearse
+from tree_compile.rehearsal import example_of, rehearse
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 CAPTURING = threading.RLock()
@@ -53,6 +55,7 @@ class Rewritten:
         batched: for every tensor of the output, whether it has a batch dimension of one before its tokens.
         vocabulary: number of token ids, or None where the graph does not tell.
         limits: limits on the length of a sequence, the tightest first.
+        short: the lengths for which it has to be compared with the model; None where there are none.
         proved: number of tokens up to which static values were evaluated; None where that settles them for all.
         dense: whether a mask without a closed form is written out as T x T.
         carries_state: whether a layer carries a state along the tokens; then those of TREE_INPUTS follow.
@@ -67,6 +70,7 @@ class Rewritten:
     batched: tuple[bool, ...]
     vocabulary: int | None
     limits: tuple[LengthLimit, ...]
+    short: ShortLengths | None
     proved: int | None
     dense: bool
     carries_state: bool
@@ -75,9 +79,19 @@ class Rewritten:
     random: bool
     trail: Trail
 
+    @property
+    def limit_of_windows(self) -> int:
+        """The greatest length before the model pools a window that the captured graph does not; far away for none."""
+        return min((limit.tokens for limit in self.limits if limit.counts_windows), default=sys.maxsize)
 
-def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
+
+def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
     """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
+
+    Args:
+        unpacked: the model.
+        reach: as in `rewrite`.
+        example_tokens: tokens of the sequence that it is captured with; 0 for a few dozen.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
@@ -87,7 +101,8 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
         rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
-            captured = capture(unpacked, rehearsal.example)
+            example = example_of(unpacked, example_tokens) if example_tokens else rehearsal.example
+            captured = capture(unpacked, example)
             with _unless_more_telling(captured.control_flow):
                 return rewrite(captured, reach)
 
@@ -149,6 +164,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         batched=_batched(graph_module.graph),
         vocabulary=vocabulary,
         limits=limits,
+        short=captured.short,
         proved=statics.proved_length,
         dense=tables.has_pairs,
         carries_state=carries_state,

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
+from tree_compile.errors import RefusedModelError
 from tree_compile.output import RowResult
 from tree_compile.passes.plan_inputs import TREE_INPUTS
 from tree_compile.pipeline import Rewritten, rewrite_model
+from tree_compile.rehearsal import longer_example
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import tree_of_segments
 from tree_compile.runtime.windows import windows_of_row
+from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import Unpacked
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
+_LONGEST_EXAMPLE = 4_096
 _FEWEST_TOKENS = 2
 """torch.compile makes a program of its own for sizes 0 and 1, and torch.export assumes at least 2."""
 
@@ -32,12 +36,14 @@ class Program:
         rewritten: the model's rewritten graph.
         blocks: the same, split and compiled.
         device: where its inputs have to be.
+        example_tokens: tokens of the sequence that it was captured with; 0 for a few dozen.
         checked: whether it was compared with the unpacked model.
     """
 
     rewritten: Rewritten
     blocks: Blocks
     device: torch.device
+    example_tokens: int = 0
     checked: bool = False
 
     def run(self, row: Row) -> RowResult:
@@ -69,8 +75,27 @@ def make_program(unpacked: Unpacked, backend: str) -> Program:
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(unpacked)
-    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), unpacked.device)
+    program = _program(unpacked, backend)
+    while (limit := program.rewritten.limit_of_windows) < _LONGEST_EXAMPLE:
+        # The model's code takes another way once there is a window, and that may hold for shorter sequences as well.
+        try:
+            longer = _program(unpacked, backend, longer_example(unpacked, limit))
+        except RefusedModelError:
+            break
+        if longer.rewritten.limit_of_windows <= limit:
+            break
+        program = longer
+    return program
+
+
+def _program(unpacked: Unpacked, backend: str, example_tokens: int = 0) -> Program:
+    rewritten = rewrite_model(unpacked, example_tokens=example_tokens)
+    blocks = Blocks(rewritten.graph_module, BACKENDS[backend])
+    program = Program(rewritten, blocks, unpacked.device, example_tokens)
+    short = rewritten.short
+    if short is not None and (rewritten.random or not same_when_short(unpacked, program.run_uncompiled, rewritten)):
+        raise short.error
+    return program
 
 
 def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
@@ -82,7 +107,7 @@ def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: in
     Raises:
         RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(unpacked, reach=1 << (tokens - 1).bit_length())
+    rewritten = rewrite_model(unpacked, 1 << (tokens - 1).bit_length(), program.example_tokens)
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
     blocks = Blocks(rewritten.graph_module, BACKENDS[backend])

@@ -64,6 +64,13 @@ def extent(size: Any, symbol: sympy.Symbol) -> Extent | None:
     return None
 
 
+def window_beside_tokens(size: Any, symbol: sympy.Symbol) -> int:
+    """m where `size` is T + T // m, else 0."""
+    expression = size_expression(size)
+    found = extent(expression - symbol, symbol) if expression.has(FloorDiv) else None
+    return found.window if found is not None and found == Extent(1, found.window) else 0
+
+
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
     """Sizes of a node's tensor value."""
     return tuple(node.meta["val"].shape)

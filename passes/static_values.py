@@ -20,7 +20,14 @@ from tree_compile.passes.draws import draws
 from tree_compile.passes.lengths import changed_at_some_length, is_prefix, same_steps, say_the_same, that_may_change
 from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
 from tree_compile.passes.probing import probe
-from tree_compile.passes.shapes import extent, is_tensor, shape_of, token_factor, token_symbol
+from tree_compile.passes.shapes import (
+    extent,
+    is_tensor,
+    shape_of,
+    token_factor,
+    token_symbol,
+    window_beside_tokens,
+)
 
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
@@ -225,10 +232,26 @@ def _shared_frontier(graph: fx.Graph, static: set[fx.Node], symbol: Any) -> set[
     """
     while True:
         frontier = _frontier(graph, static)
-        reshaping = {node for node in frontier if static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)}
+        reshaping = {
+            node
+            for node in frontier
+            if (static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)) or _joins_windows(node, symbol)
+        }
         if not reshaping:
             return frontier
         static -= reshaping
+
+
+def _joins_windows(node: fx.Node, symbol: Any) -> bool:
+    """Whether it is a mask over tokens and windows, or a copy of one: what it means its two parts say."""
+    is_joined = node.target in _JOINED and bool(shape_of(node))
+    return is_joined and window_beside_tokens(shape_of(node)[-1], symbol) > 0
+
+
+_JOINED = (
+    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default,
+    torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default,
+)  # fmt: skip
 
 
 def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:

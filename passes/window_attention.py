@@ -10,13 +10,25 @@ from torch import fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError
 from tree_compile.passes.attention import _dropout, _in_one_dtype
-from tree_compile.passes.attention_patterns import AttentionMatch, NoMatch, Operand, match_sdpa, match_softmax
+from tree_compile.passes.attention_patterns import AttentionMatch, Operand, match_sdpa, match_softmax
 from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
 from tree_compile.passes.finding import Finding
+from tree_compile.passes.indexer import operands
+from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.pair_tables import NotCausal, SeesNothing, pair_form
 from tree_compile.passes.plan_inputs import RowTables, plan_input, window_input
-from tree_compile.passes.shapes import Extent, call, extent, in_dtype, inherited, shape_of, size_expression, token_symbol
+from tree_compile.passes.shapes import (
+    Extent,
+    call,
+    extent,
+    in_dtype,
+    inherited,
+    shape_of,
+    size_expression,
+    token_symbol,
+    window_beside_tokens,
+)
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Pair, StaticValues
 from tree_compile.passes.token_rules import RULES, Step
@@ -96,35 +108,30 @@ class RewriteWindowAttention:
             raise NoMatch("its output has some other layout than [1, heads, tokens, width]")
         key, value = (_parts(graph, operand, reader, meta) for operand in (match.key, match.value))
         tensors = [match.query.node, key[0], value[0], key[1], value[1]]
-        operands = _in_one_dtype(graph, tensors) if match.key.node is not match.value.node else _in_one_dtype(graph, tensors)
+        values = _in_one_dtype(graph, tensors)
         rows = self.tables.nearest(near)
-        entries = self.tables.all_entries(reader.window) if seen.chosen is None else _chosen(graph, reader, seen, meta)
+        if seen.chosen is None:
+            entries = self.tables.all_entries(reader.window)
+        else:
+            entries = _chosen(graph, reader, seen.chosen, meta)
         node = graph.call_function(
-            window_attention, (*operands, rows, entries), {"scale": match.scores.scale, "sinks": match.scores.sinks}
+            window_attention, (*values, rows, entries), {"scale": match.scores.scale, "sinks": match.scores.sinks}
         )
         node.meta = inherited(meta)
-        width = shape_of(operands[2])[-1]
-        node.meta["val"] = operands[0].meta["val"].new_empty((*shape_of(operands[0])[:-1], width))
+        node.meta["val"] = values[0].meta["val"].new_empty((*shape_of(values[0])[:-1], shape_of(values[2])[-1]))
         return in_dtype(graph, node, meta["val"].dtype)
 
 
 def _windows_among_keys(node: fx.Node, symbol: Any) -> int:
     """m where `node` is attention over T tokens and T // m entries, and maybe a sink; else 0."""
     if node.target is _SDPA:
-        return _joined(shape_of(arguments(node)["key"])[-2], symbol)
+        return window_beside_tokens(shape_of(arguments(node)["key"])[-2], symbol)
     if node.target not in _SOFTMAX or size_expression(shape_of(node)[-2]) != symbol:
         return 0
     if int(node.args[1]) % len(shape_of(node)) != len(shape_of(node)) - 1:  # type: ignore[call-overload]
         return 0
     size = shape_of(node)[-1]
-    return _joined(size, symbol) or _joined(size - 1, symbol)
-
-
-def _joined(size: Any, symbol: Any) -> int:
-    """m where a size is T + T // m."""
-    expression = size_expression(size)
-    found = extent(expression - symbol, symbol) if expression.free_symbols else None
-    return found.window if found is not None and found.factor == 1 and not found.fewer else 0
+    return window_beside_tokens(size, symbol) or window_beside_tokens(size - 1, symbol)
 
 
 def _masks(graph: fx.Graph, reader: WindowReader) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
@@ -134,7 +141,7 @@ def _masks(graph: fx.Graph, reader: WindowReader) -> dict[fx.Node, tuple[fx.Node
         if node.target is aten.cat.default and (parts := _parts_of_cat(node, -1, reader)) is not None:
             if size_expression(shape_of(node)[-2]) == reader.symbol:
                 found[node] = parts
-        elif node.target in _CASTS and node.args[0] in found:
+        elif node.target in (*_CASTS, aten.unsqueeze.default, aten.expand.default) and node.args[0] in found:
             found[node] = found[node.args[0]]
     return found
 
@@ -177,27 +184,22 @@ def _one_of_each_head(node: fx.Node) -> fx.Node:
     return source.args[0] if is_repeated else node
 
 
-def _chosen(graph: fx.Graph, reader: WindowReader, seen: Seen, meta: dict[str, Any]) -> fx.Node:
-    assert seen.chosen is not None
-    found = reader.indexer(seen.chosen)
-    width = shape_of(found.query)[-1]
-    key = call(graph, aten.transpose.int, (found.key, -1, -2), meta)
-    key = call(graph, aten.reshape.default, (key, [1, -1, width]), meta)
-    weights = call(graph, aten.squeeze.dim, (found.weights, -1), meta)
-    if found.factor != 1:
-        weights = call(graph, aten.mul.Tensor, (weights, found.factor), meta)
-    plan = [window_input(graph, reader.window, name) for name in ("ranges", "last")]
-    segments = plan_input(graph, "plan_segments")
-    node = graph.call_function(topk_entries, (found.query, key, weights, segments, *plan, found.keep))
-    tokens = shape_of(found.query)[1]
-    node.meta = inherited(meta) | {"val": found.query.meta["val"].new_empty((1, tokens, found.keep), dtype=torch.int32)}
+def _chosen(graph: fx.Graph, reader: WindowReader, topk: fx.Node, meta: dict[str, Any]) -> fx.Node:
+    """The entries that every query keeps of a selection."""
+    query, key, weights = operands(graph, reader.index_scores(topk), topk.meta)
+    ranges, last = (window_input(graph, reader.window, name) for name in ("ranges", "last"))
+    keep = reader.how_many(topk)
+    plan = (plan_input(graph, "plan_segments"), ranges, last)
+    node = graph.call_function(topk_entries, (query, key, weights, *plan, keep))
+    node.meta = inherited(meta)
+    node.meta["val"] = query.meta["val"].new_empty((1, shape_of(query)[1], keep), dtype=torch.int32)
     return node
 
 
 def _description(reader: WindowReader, near: int, seen: Seen) -> str:
     entries = f"the entries of windows of {reader.window} tokens"
     if seen.chosen is not None:
-        entries = f"the {reader.indexer(seen.chosen).keep} best of {entries}"
+        entries = f"the {reader.how_many(seen.chosen)} best of {entries}"
     return f"window_attention over the {near} nearest tokens and {entries} on its path"
 
 

@@ -5,21 +5,22 @@ Only read here; nothing is changed. An entry is closed for the query that closes
 
 from __future__ import annotations
 
-import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.functions import FloorDiv
 
-from tree_compile.passes.attention_patterns import NoMatch
+from tree_compile.passes.indexer import IndexScores, read_index_scores
+from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW, as_visibility
 from tree_compile.passes.probing import evaluate
 from tree_compile.passes.shapes import extent, is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Fill, Fixed, StaticValues, Table, WindowPair
+from tree_compile.passes.static_values import Fill, Fixed, Pair, StaticValues, Table, WindowPair
 
 aten = torch.ops.aten
 _SAME = {
@@ -61,25 +62,6 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Indexer:
-    """The `keep` entries of each query with the highest `sum_h factor * weights[t, h] * relu(query[t, h] . key[e])`.
-
-    Attributes:
-        query: [1, T, H, D].
-        key: [1, …, D, E].
-        weights: [1, T, H, 1].
-        factor: a number.
-        keep: how many.
-    """
-
-    query: fx.Node
-    key: fx.Node
-    weights: fx.Node
-    factor: float
-    keep: int
-
-
-@dataclass(frozen=True)
 class WindowReader:
     """Reads masks over windows of `window` tokens, in a graph with the given static values."""
 
@@ -88,13 +70,20 @@ class WindowReader:
     symbol: sympy.Symbol
     window: int
 
+    def _stripped(self, node: Any) -> Any:
+        """A node without what only changes its dtype, its memory or dimensions of size one; static ones stay."""
+        kinds = self.statics.kinds
+        while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or _is_full_slice(node)):
+            node = node.args[0]
+        return node
+
     def mask(self, node: Any, hides: bool = False) -> Seen:
         """What a boolean or floating `[…, T, T // m]` lets a query see; `hides` for one that is True where hidden.
 
         Raises:
             NoMatch: it is not known.
         """
-        node = _stripped(node)
+        node = self._stripped(node)
         kind = self.statics.kinds.get(node)
         if isinstance(kind, WindowPair):
             return self._static(kind, hides)
@@ -148,7 +137,7 @@ class WindowReader:
 
     def _number(self, node: Any) -> float | None:
         """The number that a node holds everywhere."""
-        node = _stripped(node)
+        node = self._stripped(node)
         if isinstance(node, (bool, int, float)):
             return float(node)
         kind = self.statics.kinds.get(node)
@@ -196,7 +185,7 @@ class WindowReader:
 
     def _index(self, node: Any) -> tuple[Seen, str | None]:
         """The entries that numbers `[…, T, k]` name, and what stands for those that were dropped: "none" for -1."""
-        node = _stripped(node)
+        node = self._stripped(node)
         if node.target is operator.getitem and node.args[0].target is aten.topk.default and node.args[1] == 1:
             return Seen(chosen=node.args[0]), None
         if node.target not in _WHERES:
@@ -219,7 +208,7 @@ class WindowReader:
         """ "none" for -1, "spare" for T // m, the number behind the last entry."""
         if self._number(node) == -1:
             return "none"
-        node = _stripped(node)
+        node = self._stripped(node)
         fill = arguments(node).get("fill_value") if isinstance(node, fx.Node) and node.target in _FILLED else node
         if isinstance(fill, fx.Node) and not is_tensor(fill):
             found = extent(fill.meta["val"], self.symbol)
@@ -229,7 +218,7 @@ class WindowReader:
     def _drops(self, condition: Any, kept: Any, *, when: bool) -> str | None:
         """What is dropped where `condition` is `when`: entries that are not "unclosed", or those that are "none"."""
         target, args = condition.target, condition.args
-        if len(args) != 2 or _stripped(args[0]) is not _stripped(kept):
+        if len(args) != 2 or self._stripped(args[0]) is not self._stripped(kept):
             return None
         at_least = {aten.ge.Tensor, aten.ge.Scalar}
         less = {aten.lt.Tensor, aten.lt.Scalar}
@@ -252,86 +241,35 @@ class WindowReader:
 
     # The indexer
 
-    def indexer(self, topk: fx.Node) -> Indexer:
-        """What a `topk` over entries selects by.
+    def index_scores(self, topk: fx.Node) -> IndexScores:
+        """The scores that a selection of entries goes by.
 
         Raises:
             NoMatch: it is not an indexer that is known, or it compares entries that are not closed.
         """
         given = arguments(topk)
-        scores = given["self"]
-        if given["dim"] % len(shape_of(scores)) != len(shape_of(scores)) - 1 or not given["largest"]:
-            raise NoMatch("it does not choose the entries of the highest scores")
-        seen, scores = self._hidden_scores(scores)
-        if not seen.closed:
-            raise NoMatch("entries are chosen among some whose windows end behind the query")
-        return self._lightning(scores, self._kept(topk))
+        if given["dim"] % len(shape_of(given["self"])) != len(shape_of(given["self"])) - 1 or not given["largest"]:
+            raise NoMatch("its indexer does not choose the entries with the highest scores")
+        pairs = {node: Pair(kind.samples) for node, kind in self.statics.kinds.items() if isinstance(kind, WindowPair)}
+        scores = read_index_scores(topk, replace(self.statics, kinds={**self.statics.kinds, **pairs}))
+        if not any(self.mask(mask.node, mask.hides).closed for mask in scores.masks):
+            raise NoMatch("its indexer chooses among entries whose windows end behind the query")
+        return scores
 
-    def _hidden_scores(self, node: Any) -> tuple[Seen, Any]:
-        """What hides scores from a choice, and the scores."""
-        args: Any = node.args
-        if node.target in _FILLS and (self._number(args[2]) or 0) == -math.inf:
-            return self.mask(args[1], hides=True), args[0]
-        if node.target in _WHERES and (self._number(args[2]) or 0) == -math.inf:
-            return self.mask(args[0]), args[1]
-        if node.target in _WHERES and (self._number(args[1]) or 0) == -math.inf:
-            return self.mask(args[0], hides=True), args[2]
-        if node.target is aten.add.Tensor and arguments(node)["alpha"] == 1:
-            return self.mask(args[1]), args[0]
-        raise NoMatch("entries are chosen among some whose windows end behind the query")
+    def how_many(self, topk: fx.Node) -> int:
+        """c of a selection of c entries, or of all where they are fewer.
 
-    def _kept(self, topk: fx.Node) -> int:
-        """k of min(k, T // m), or of k itself."""
-        kept: Any = size_expression(topk.meta["val"][1].shape[-1])
-        numbers = [int(one) for one in (kept.args or (kept,)) if one.is_Integer]
-        if len(numbers) != 1 or (kept.args and type(kept) is not _min_type()):
-            raise NoMatch("the number of entries that it chooses is not known")
-        return numbers[0]
-
-    def _lightning(self, node: Any, keep: int) -> Indexer:
-        given = arguments(node)
-        if node.target is not aten.sum.dim_IntList or given["keepdim"] or len(given["dim"]) != 1:
-            raise NoMatch("the scores of its entries are not a weighted sum over heads")
-        weighed, factor = self._scaled(given["self"])
-        rank = len(shape_of(weighed))
-        if weighed.target is not aten.mul.Tensor or given["dim"][0] % rank != 2 or rank != 4:
-            raise NoMatch("the scores of its entries are not a weighted sum over heads")
-        left, right = weighed.args
-        scores, weights = (left, right) if shape_of(right)[-1] == 1 else (right, left)
-        scores, after = self._scaled(scores)
-        if scores.target is not aten.relu.default:
-            raise NoMatch("the scores of its entries are not cut off at 0")
-        product, inside = self._scaled(scores.args[0])
-        if product.target is not aten.matmul.default or inside <= 0 or shape_of(weights)[-1] != 1:
-            raise NoMatch("the scores of its entries are no product of queries and keys")
-        query, key = product.args
-        if len(shape_of(query)) != 4 or any(size != 1 for size in shape_of(key)[:-2]) or shape_of(weights) != (*shape_of(query)[:3], 1):
-            raise NoMatch("the queries and keys of its indexer have some other layout")
-        return Indexer(query, key, weights, factor * after * inside, keep)
-
-    def _scaled(self, node: Any) -> tuple[Any, float]:
-        """A node without the numbers that it was multiplied by, and their product."""
-        factor = 1.0
-        while node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-            number = self._number(node.args[1])
-            if number is None:
-                break
-            factor *= number if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1 / number
-            node = node.args[0]
-        return node, factor
-
-
-def _min_type() -> Any:
-    from torch.utils._sympy.functions import Min
-
-    return Min
-
-
-def _stripped(node: Any) -> Any:
-    """A node without what only changes its dtype, its memory or dimensions of size one."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and (node.target in _SAME or _is_full_slice(node)):
-        node = node.args[0]
-    return node
+        Raises:
+            NoMatch: the number depends on the number of tokens in another way.
+        """
+        entries = sympy.Symbol("entries", integer=True, nonnegative=True)
+        size = size_expression(topk.meta["val"][1].shape[-1])
+        size = size.xreplace({whole: entries for whole in size.atoms(FloorDiv) if whole.args == (self.symbol, self.window)})
+        most = size.subs(entries, 1 << 40)
+        tried = [0, 1, 2, *(most * factor + step for factor in (1, 4) for step in (-1, 0, 1))]
+        if most >= 1 << 20 or any(size.subs(entries, n) not in (most, min(n, most)) for n in tried if n >= 0):
+            raise NoMatch(f"its indexer chooses {size} entries")
+        return int(most)
 
 
 def _is_full_slice(node: fx.Node) -> bool:

@@ -95,7 +95,7 @@ def _replace_shift(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
         first, later = arguments(node)["tensors"]
         if (window := _later(later, symbol, dim := _dim(node))) and shape_of(first)[dim] == 1:
             _put_first(graph, node, first, later, dim, window)
-    elif node.target in _PADS and arguments(node).get("mode", "constant") == "constant":
+    elif node.target in _PADS:
         _replace_pad(graph, node, symbol)
 
 
@@ -108,6 +108,9 @@ def _later(node: fx.Node, symbol: Any, dim: int) -> int:
 def _replace_slice(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
     """All entries but the first, or but the last: the entries that have one before them, or those before."""
     given, dim, source = arguments(node), _dim(node), node.args[0]
+    if source.target in _PADS and given["start"] in (0, None) and given.get("step", 1) == 1:  # type: ignore[union-attr]
+        _replace_pad(graph, node, symbol)
+        return
     before, window = _extents(source, symbol, dim), _later(node, symbol, dim)
     if not window or before != Extent(1, window) or given.get("step", 1) != 1:
         return
@@ -122,24 +125,31 @@ def _put_first(graph: fx.Graph, node: fx.Node, first: Any, later: fx.Node, dim: 
 
 
 def _replace_pad(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
-    """One value in front of all entries but the last: `F.pad(x[:, :-1], (0, 0, 1, 0))`, or `F.pad(x, (0, 0, 1, -1))`."""
-    given = arguments(node)
-    pad, value = list(given["pad"]), given["value"] or 0.0
+    """One value in front of all entries but the last.
+
+    It is `F.pad(x[:, :-1], (0, 0, 1, 0))`, or `F.pad(x, (0, 0, 1, -1))`, or `F.pad(x, (0, 0, 1, 0))[:, :T // m]`.
+    """
+    padded: Any = node if node.target in _PADS else node.args[0]
+    given = arguments(padded)
+    pad, source = list(given["pad"]), given["self"]
     dim = len(shape_of(node)) - len(pad) // 2
-    if any(pad[:-2]) or pad[-2] != 1:
+    found, left = (_extents(value, symbol, dim) for value in (source, node))
+    is_constant = given.get("mode", "constant") == "constant" and not any(pad[:-2]) and pad[-2] == 1
+    if not is_constant or found is None or not found.window or left != Extent(1, found.window):
         return
-    found = _extents(given["self"], symbol, dim)
-    if found is None or not found.window or found.factor != 1 or pad[-1] != found.fewer - 1:
-        return
-    later = given["self"]
     previous = window_input(graph, found.window, "previous")
-    if not found.fewer:
-        with graph.inserting_before(node):
-            later = graph.call_function(entries_before, (given["self"], dim, previous))
-        shape = list(shape_of(node))
-        shape[dim] = shape[dim] - 1
-        later.meta = inherited(node.meta) | {"val": node.meta["val"].new_empty(shape)}
-    _put_first(graph, node, float(value), later, dim, found.window)
+    later = source if found.fewer else _insert_before(graph, node, source, dim, previous)
+    _put_first(graph, node, float(given["value"] or 0.0), later, dim, found.window)
+
+
+def _insert_before(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int, previous: fx.Node) -> fx.Node:
+    """The entries before, ahead of `node`."""
+    shape = list(shape_of(source))
+    shape[dim] = shape[dim] - 1
+    with graph.inserting_before(node):
+        before = graph.call_function(entries_before, (source, dim, previous))
+    before.meta = inherited(node.meta) | {"val": source.meta["val"].new_empty(shape)}
+    return before
 
 
 # Sizes

@@ -20,7 +20,6 @@ from tree_compile.passes.pair_tables import NotCausal, SeesNothing, pair_form
 from tree_compile.passes.plan_inputs import RowTables, plan_input, window_input
 from tree_compile.passes.shapes import (
     Extent,
-    call,
     extent,
     in_dtype,
     inherited,
@@ -33,7 +32,7 @@ from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Pair, StaticValues
 from tree_compile.passes.token_rules import RULES, Step
 from tree_compile.passes.window_patterns import Seen, WindowReader
-from tree_compile.runtime.window_attention import all_entries, nearest_rows, topk_entries, window_attention
+from tree_compile.runtime.window_attention import topk_entries, window_attention
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -68,9 +67,7 @@ class RewriteWindowAttention:
     def _replace(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> Finding:
         masks = _masks(graph, reader)
         pairs = {mask: Pair(()) for mask in masks}
-        statics = replace(
-            self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs}
-        )
+        statics = replace(self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs})
         match = (match_sdpa if node.target is _SDPA else match_softmax)(node, statics)
         if match.dropout:
             raise _dropout(match.dropout, source_line(node))
@@ -106,7 +103,7 @@ class RewriteWindowAttention:
         meta = match.output.meta
         if match.output_order != (0, 1, 2, 3) or match.query.order != (0, 1, 2, 3):
             raise NoMatch("its output has some other layout than [1, heads, tokens, width]")
-        key, value = (_parts(graph, operand, reader, meta) for operand in (match.key, match.value))
+        key, value = (_parts(graph, operand, reader) for operand in (match.key, match.value))
         tensors = [match.query.node, key[0], value[0], key[1], value[1]]
         values = _in_one_dtype(graph, tensors)
         rows = self.tables.nearest(near)
@@ -128,7 +125,8 @@ def _windows_among_keys(node: fx.Node, symbol: Any) -> int:
         return window_beside_tokens(shape_of(arguments(node)["key"])[-2], symbol)
     if node.target not in _SOFTMAX or size_expression(shape_of(node)[-2]) != symbol:
         return 0
-    if int(node.args[1]) % len(shape_of(node)) != len(shape_of(node)) - 1:  # type: ignore[call-overload]
+    dim: Any = node.args[1]
+    if int(dim) % len(shape_of(node)) != len(shape_of(node)) - 1:
         return 0
     size = shape_of(node)[-1]
     return window_beside_tokens(size, symbol) or window_beside_tokens(size - 1, symbol)
@@ -155,7 +153,7 @@ def _parts_of_cat(node: fx.Node, dim: int, reader: WindowReader) -> tuple[fx.Nod
     return tuple(parts) if sizes == [Extent(1), Extent(1, reader.window)] else None
 
 
-def _parts(graph: fx.Graph, operand: Operand, reader: WindowReader, meta: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+def _parts(graph: fx.Graph, operand: Operand, reader: WindowReader) -> tuple[fx.Node, fx.Node]:
     """Tokens and entries of keys or values `[1, heads, T + T // m, width]`, without what repeats their heads."""
     if operand.order != (0, 1, 2, 3) or shape_of(operand.node)[0] != 1:
         raise NoMatch("its keys have some other layout than [1, heads, tokens and entries, width]")

@@ -113,7 +113,7 @@ class WindowReader:
         return Seen(closed=True)
 
     def _closed(self, queries: int, entries: int) -> Tensor:
-        """bool [queries, entries]"""
+        """Which entries are closed for each query: bool [queries, entries]."""
         return torch.arange(entries) < (torch.arange(queries)[:, None] + 1) // self.window
 
     def _where(self, args: Any, hides: bool) -> Seen:
@@ -144,7 +144,7 @@ class WindowReader:
         if isinstance(kind, Fixed | Fill) and kind.value.numel():
             first = kind.value.flatten()[0]
             return float(first) if bool((kind.value == first).all()) else None
-        filled = _FILLED.get(getattr(node, "target", None))
+        filled: Any = _FILLED.get(getattr(node, "target", None))  # type: ignore[arg-type]
         number = arguments(node)[filled] if isinstance(filled, str) else filled
         return None if isinstance(number, fx.Node) or number is None else float(number)
 
@@ -205,14 +205,18 @@ class WindowReader:
         raise NoMatch("the entries that its index drops are not those whose windows end behind the query")
 
     def _sentinel(self, node: Any) -> str | None:
-        """ "none" for -1, "spare" for T // m, the number behind the last entry."""
+        """What a number of an entry stands for: "none" for -1, "spare" for T // m, behind the last entry."""
         if self._number(node) == -1:
             return "none"
         node = self._stripped(node)
         fill = arguments(node).get("fill_value") if isinstance(node, fx.Node) and node.target in _FILLED else node
         if isinstance(fill, fx.Node) and not is_tensor(fill):
             found = extent(fill.meta["val"], self.symbol)
-            return "spare" if found is not None and (found.factor, found.window, found.fewer) == (1, self.window, 0) else None
+            return (
+                "spare"
+                if found is not None and (found.factor, found.window, found.fewer) == (1, self.window, 0)
+                else None
+            )
         return None
 
     def _drops(self, condition: Any, kept: Any, *, when: bool) -> str | None:
@@ -264,7 +268,9 @@ class WindowReader:
         """
         entries = sympy.Symbol("entries", integer=True, nonnegative=True)
         size = size_expression(topk.meta["val"][1].shape[-1])
-        size = size.xreplace({whole: entries for whole in size.atoms(FloorDiv) if whole.args == (self.symbol, self.window)})
+        size = size.xreplace(
+            {whole: entries for whole in size.atoms(FloorDiv) if whole.args == (self.symbol, self.window)}
+        )
         most = size.subs(entries, 1 << 40)
         tried = [0, 1, 2, *(most * factor + step for factor in (1, 4) for step in (-1, 0, 1))]
         if most >= 1 << 20 or any(size.subs(entries, n) not in (most, min(n, most)) for n in tried if n >= 0):
@@ -275,7 +281,8 @@ class WindowReader:
 def _is_full_slice(node: fx.Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
-    sizes = [[size_expression(size) for size in shape_of(value)] for value in (node.args[0], node)]
+    args: Any = node.args
+    sizes = [[size_expression(size) for size in shape_of(value)] for value in (args[0], node)]
     return sizes[0] == sizes[1]
 
 

@@ -47,7 +47,9 @@ class RewriteWindows:
             if node.op != "call_function" or node in self.statics.nodes:
                 continue
             if window := _cut_to_windows(node, symbol):
-                _replace(graph, node, tokens_of_windows, (node.args[0], _dim(node), window_input(graph, window, "tokens")))
+                _replace(
+                    graph, node, tokens_of_windows, (node.args[0], _dim(node), window_input(graph, window, "tokens"))
+                )
                 became = f"the {window} tokens up to every token that closes a window, gathered"
                 findings.append(Finding("windows", became, source_line(node), module_path(node)))
             else:
@@ -107,8 +109,9 @@ def _later(node: fx.Node, symbol: Any, dim: int) -> int:
 
 def _replace_slice(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
     """All entries but the first, or but the last: the entries that have one before them, or those before."""
-    given, dim, source = arguments(node), _dim(node), node.args[0]
-    if source.target in _PADS and given["start"] in (0, None) and given.get("step", 1) == 1:  # type: ignore[union-attr]
+    given, dim = arguments(node), _dim(node)
+    source: Any = node.args[0]
+    if source.target in _PADS and given["start"] in (0, None) and given.get("step", 1) == 1:
         _replace_pad(graph, node, symbol)
         return
     before, window = _extents(source, symbol, dim), _later(node, symbol, dim)
@@ -201,29 +204,32 @@ def mentions_windows(size: fx.Node) -> bool:
 
 
 def _rule_of_cut(step: Step) -> Value:
-    values, dim, tokens = step.node.args
+    args: Any = step.node.args
+    values, dim, tokens = args
     known = step.plain(values)
-    axis, window = known.axes[dim], shape_of(tokens)[1]  # type: ignore[index]
+    axis, window = known.axes[dim], shape_of(tokens)[1]
     if axis not in (TOKENS, BLANK):
         raise Mixes("it takes windows of something that is not one for every token")
     return _with_axis(known, dim, Axis(window=window, right=window))
 
 
 def _rule_of_later(step: Step) -> Value:
-    values, dim = step.node.args[:2]
+    args: Any = step.node.args
+    values, dim = args[:2]
     known = step.plain(values)
-    window = step.extent(shape_of(values)[dim]).window  # type: ignore[arg-type,index]
-    if known.axes[dim] not in (Axis(window=window), BLANK):  # type: ignore[index]
+    window = step.extent(shape_of(values)[dim]).window
+    if known.axes[dim] not in (Axis(window=window), BLANK):
         raise Mixes("it takes the window before of something that is not one for every window")
     return _with_axis(known, dim, Axis(window=window, later=True))
 
 
 def _rule_of_first(step: Step) -> Value:
-    first, later, dim, _ = step.node.args
+    args: Any = step.node.args
+    first, later, dim, _ = args
     known, before = step.plain(later), step.plain(first)
-    axis = known.axes[dim]  # type: ignore[index]
+    axis = known.axes[dim]
     if axis == BLANK:
-        axis = Axis(window=step.extent(shape_of(later)[dim]).window, later=True)  # type: ignore[arg-type,index]
+        axis = Axis(window=step.extent(shape_of(later)[dim]).window, later=True)
     if axis is None or not axis.later:
         raise Mixes("it puts something in front of what is not one for every window but the first")
     whole = _with_axis(known, dim, Axis(window=axis.window))

@@ -41,8 +41,7 @@ def tokens_of_windows(values: Tensor, dim: int, tokens: Tensor) -> Tensor:
 
 
 def later_entries(values: Tensor, dim: int) -> Tensor:  # noqa: ARG001
-    """The values of the entries that have one before them, each at the place of its own: all other places are read by
-    nothing."""
+    """The values of the entries that have one before them, each at its own place; the other places hold any value."""
     return values
 
 
@@ -148,7 +147,9 @@ def _topk_op(
 
 
 @_topk_op.register_fake
-def _(_query: Tensor, _key: Tensor, _weights: Tensor, _segments: Tensor, _ranges: Tensor, last: Tensor, k: int) -> Tensor:
+def _(
+    _query: Tensor, _key: Tensor, _weights: Tensor, _segments: Tensor, _ranges: Tensor, last: Tensor, k: int
+) -> Tensor:
     return last.new_empty((1, last.shape[0], k), dtype=torch.int32)
 
 

@@ -79,7 +79,9 @@ def windows_of_row(row: Row, size: int, least: int = 1) -> WindowTables:
 def _last_visible(row: Row, closing: IntArray, ranges: IntArray) -> IntArray:
     """The last entry visible to each token, int64 [T]: one that its own segment closed, or else the last one above."""
     above, at_end = [-1] * len(ranges), [-1] * len(ranges)
-    for segment, (parent, (first, past)) in enumerate(zip(row.segments[:, PARENT].tolist(), ranges.tolist(), strict=True)):
+    for segment, (parent, (first, past)) in enumerate(
+        zip(row.segments[:, PARENT].tolist(), ranges.tolist(), strict=True)
+    ):
         above[segment] = at_end[parent] if parent >= 0 else -1
         at_end[segment] = past - 1 if past > first else above[segment]
     lengths = row.segments[:, END] - row.segments[:, START]

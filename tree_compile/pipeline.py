@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,10 +37,12 @@ from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_st
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.window_attention import RewriteWindowAttention
 from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
-from tree_compile.rehearsal import example_of, rehearse
+from tree_compile.rehearsal import example_of, longer_example, rehearse
+from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 CAPTURING = threading.RLock()
+_LONGEST_EXAMPLE = 4_096
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Rewritten:
         vocabulary: number of token ids, or None where the graph does not tell.
         limits: limits on the length of a sequence, the tightest first.
         short: the lengths for which it has to be compared with the model; None where there are none.
+        example_tokens: tokens of the sequence that it was captured with.
         proved: number of tokens up to which static values were evaluated; None where that settles them for all.
         dense: whether a mask without a closed form is written out as T x T.
         carries_state: whether a layer carries a state along the tokens; then those of TREE_INPUTS follow.
@@ -71,6 +73,7 @@ class Rewritten:
     vocabulary: int | None
     limits: tuple[LengthLimit, ...]
     short: ShortLengths | None
+    example_tokens: int
     proved: int | None
     dense: bool
     carries_state: bool
@@ -79,11 +82,6 @@ class Rewritten:
     random: bool
     trail: Trail
 
-    @property
-    def limit_of_windows(self) -> int:
-        """The greatest length before the model pools a window that the captured graph does not; far away for none."""
-        return min((limit.tokens for limit in self.limits if limit.counts_windows), default=sys.maxsize)
-
 
 def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
     """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
@@ -91,7 +89,8 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: 
     Args:
         unpacked: the model.
         reach: as in `rewrite`.
-        example_tokens: tokens of the sequence that it is captured with; 0 for a few dozen.
+        example_tokens: captures it with a sequence of so many tokens, and compares it at no length; 0 for a few dozen
+            tokens, or more where it pools windows of more.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
@@ -101,10 +100,39 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: 
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
         rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
-            example = example_of(unpacked, example_tokens) if example_tokens else rehearsal.example
-            captured = capture(unpacked, example)
+            if example_tokens:
+                return rewrite(capture(unpacked, example_of(unpacked, example_tokens)), reach)
+            return _rewrite_one_of(unpacked, _captures(unpacked, rehearsal.example), reach)
+
+
+def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]:
+    """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
+    found = [capture(unpacked, example)]
+    while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
+        try:
+            longer = capture(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
+        except RefusedModelError:
+            break
+        if longer.limit is not None and longer.limit.tokens <= limit.tokens:
+            break
+        found.append(longer)
+    return found
+
+
+def _rewrite_one_of(unpacked: Unpacked, captures: list[Captured], reach: int) -> Rewritten:
+    """The last one that can be proved: it holds for the longest sequences."""
+    errors = []
+    for captured in reversed(captures):
+        try:
             with _unless_more_telling(captured.control_flow):
-                return rewrite(captured, reach)
+                rewritten = rewrite(captured, reach)
+            if rewritten.short is not None and (rewritten.random or not same_when_short(unpacked, rewritten)):
+                raise rewritten.short.error
+        except RefusedModelError as error:
+            errors.append(error)
+        else:
+            return rewritten
+    raise errors[0]
 
 
 @contextmanager
@@ -165,6 +193,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         vocabulary=vocabulary,
         limits=limits,
         short=captured.short,
+        example_tokens=captured.example_tokens,
         proved=statics.proved_length,
         dense=tables.has_pairs,
         carries_state=carries_state,

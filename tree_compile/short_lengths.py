@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,17 +11,18 @@ from torch import Tensor, nn
 
 from tree_compile.comparison import relative_difference, tensors_of, tolerance
 from tree_compile.foreign import plain_checkpoints
-from tree_compile.output import RowResult
-from tree_compile.pipeline import Rewritten
+from tree_compile.inputs import graph_inputs
 from tree_compile.runtime.planning import plan_rows
-from tree_compile.runtime.row import Row
 from tree_compile.unpacked import Unpacked, own_autocast_cache
+
+if TYPE_CHECKING:
+    from tree_compile.pipeline import Rewritten
 
 _GRADIENT_ROUNDING = 10
 _MOST_GRADIENTS = 1 << 26
 
 
-def same_when_short(unpacked: Unpacked, run: Callable[[Row], RowResult], rewritten: Rewritten) -> bool:
+def same_when_short(unpacked: Unpacked, rewritten: Rewritten) -> bool:
     """Whether rewritten graph and model compute the same for sequences of every length below `rewritten.short.least`.
 
     Outputs are compared at every length, gradients at those where a condition on the length changes.
@@ -31,7 +33,7 @@ def same_when_short(unpacked: Unpacked, run: Callable[[Row], RowResult], rewritt
     turns = {length for turn in (1, 2, short.least, *short.turns) for length in (turn - 1, turn)}
     allowed = tolerance(rewritten.dtypes)
     with torch.inference_mode(False), own_autocast_cache(), plain_checkpoints(unpacked.model):
-        sides = _Sides(unpacked, run, rewritten.batched, tokens)
+        sides = _Sides(unpacked, rewritten, tokens)
         try:
             return sides.outputs_differ() <= allowed and all(
                 sides.gradients_differ(length) <= _GRADIENT_ROUNDING * allowed
@@ -45,10 +47,8 @@ def same_when_short(unpacked: Unpacked, run: Callable[[Row], RowResult], rewritt
 class _Sides:
     """A row that holds every prefix of some tokens, and the model on each prefix alone."""
 
-    def __init__(
-        self, unpacked: Unpacked, run: Callable[[Row], RowResult], batched: Sequence[bool], tokens: np.ndarray
-    ) -> None:
-        self._unpacked, self._run, self._batched, self._tokens = unpacked, run, batched, tokens
+    def __init__(self, unpacked: Unpacked, rewritten: Rewritten, tokens: np.ndarray) -> None:
+        self._unpacked, self._rewritten, self._tokens = unpacked, rewritten, tokens
 
     def outputs_differ(self) -> float:
         lengths = range(1, len(self._tokens) + 1)
@@ -58,7 +58,7 @@ class _Sides:
         return relative_difference([[part[:length] for part in row] for length in lengths], alone)
 
     def gradients_differ(self, length: int) -> float:
-        parameters = list(_smallest(self._unpacked.model.parameters()))
+        parameters = _smallest(self._unpacked.model.parameters())
         with torch.enable_grad():
             found, expected = (_gradients(side(length), parameters) for side in (self._in_row, self._alone))
         return relative_difference([found], [expected])
@@ -70,13 +70,19 @@ class _Sides:
 
     def _in_row(self, length: int) -> list[Tensor]:
         (row,) = plan_rows(self._inputs(length), min_shared_tokens=1).rows
-        return [tensor[:length] for tensor in self._run(row).tensors]
+        rewritten = self._rewritten
+        inputs = graph_inputs(
+            row, self._unpacked.device, carries_state=rewritten.carries_state, windows=rewritten.windows
+        )
+        return [part[:length] for part in self._without_batch(rewritten.graph_module(*inputs))]
 
     def _alone(self, length: int) -> list[Tensor]:
         device = self._unpacked.device
         values = tuple(torch.tensor(sequences, device=device) for sequences in self._inputs(length).values())
-        parts = tensors_of(self._unpacked(values))
-        return [part[0] if batch else part for part, batch in zip(parts, self._batched, strict=True)]
+        return self._without_batch(tensors_of(self._unpacked(values)))
+
+    def _without_batch(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [part[0] if batch else part for part, batch in zip(parts, self._rewritten.batched, strict=True)]
 
 
 def _smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -115,14 +115,9 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {
-        "num_hidden_layers": 4,
-        "layer_types": [
-            "sliding_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
-            "compressed_sparse_attention",
-        ],
-        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
         "num_key_value_heads": 1,
         "partial_rotary_factor": 0.5,

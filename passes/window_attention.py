@@ -104,6 +104,8 @@ class RewriteWindowAttention:
         if match.output_order != (0, 1, 2, 3) or match.query.order != (0, 1, 2, 3):
             raise NoMatch("its output has some other layout than [1, heads, tokens, width]")
         key, value = (_parts(graph, operand, reader) for operand in (match.key, match.value))
+        if shape_of(key[0])[1] != shape_of(value[0])[1]:
+            raise NoMatch("its keys and its values are repeated for groups of heads in different ways")
         tensors = [match.query.node, key[0], value[0], key[1], value[1]]
         values = _in_one_dtype(graph, tensors)
         rows = self.tables.nearest(near)

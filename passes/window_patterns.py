@@ -95,7 +95,7 @@ class WindowReader:
             return self.mask(args[0], hides) & self.mask(args[1], hides=True)
         if target in _WHERES:
             return self._where(args, hides)
-        if target is aten.add.Tensor or target in (_EITHER if hides else _BOTH):
+        if (target is aten.add.Tensor and not node.kwargs) or target in (_EITHER if hides else _BOTH):
             return self.mask(args[0], hides) & self.mask(args[1], hides)
         if target in _NOT:
             return self.mask(args[0], not hides)

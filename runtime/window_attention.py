@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
+from tree_compile.runtime.topk_index import highest, write_chosen
 
 __all__ = [
     "all_entries",
@@ -141,8 +142,8 @@ def _topk_op(
             visible = entries <= last[rows, None]
             if len(entries) > k:
                 scores = _scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])
-                visible = visible & _highest(scores.masked_fill_(~visible, -torch.inf), k)
-            _write(kept[0, rows], visible, entries)
+                visible = visible & highest(scores.masked_fill_(~visible, -torch.inf), k)
+            write_chosen(kept[0, rows], visible, entries.to(kept.dtype))
     return kept
 
 
@@ -166,21 +167,6 @@ def _paths(segments: Tensor, ranges: Tensor) -> Iterator[tuple[int, int, Tensor]
 def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """Scores [n, m] of queries [n, H, D] with weights [n, H] and keys [m, D]."""
     return torch.bmm(weights.unsqueeze(1), torch.relu_(query @ key.mT)).squeeze(1)
-
-
-def _highest(scores: Tensor, k: int) -> Tensor:
-    """bool [n, m]: the `k` highest scores of each row, the first ones among equals."""
-    least = scores.topk(k).values[:, -1:]
-    higher, equal = scores > least, scores == least
-    wanted = k - higher.sum(1, keepdim=True)
-    return higher | (equal & (equal.cumsum(1) <= wanted))
-
-
-def _write(kept: Tensor, chosen: Tensor, entries: Tensor) -> None:
-    """Writes the chosen `entries` [m] of each row of `chosen` [n, m] to the front of `kept` [n, k]."""
-    rows, columns = chosen.nonzero(as_tuple=True)
-    place = chosen.cumsum(1)[rows, columns] - 1
-    kept[rows, place] = entries[columns].to(kept.dtype)
 
 
 # Attention

@@ -19,11 +19,14 @@ from tree_compile.runtime.attention import tree_attention
 from tree_compile.runtime.autocast import (
     attention_without_autocast,
     sparse_attention_without_autocast,
+    topk_entries_without_autocast,
     topk_index_without_autocast,
+    window_attention_without_autocast,
     without_autocast,
 )
 from tree_compile.runtime.sparse_attention import sparse_attention
 from tree_compile.runtime.topk_index import tree_topk_index
+from tree_compile.runtime.window_attention import topk_entries, window_attention
 
 AUTOCAST_OFF = "tree_compile_autocast_off"
 """Meta key of nodes that the model computes with autocast switched off: the type of device that it is off for."""
@@ -33,6 +36,8 @@ _WITHOUT_AUTOCAST = {
     tree_attention: attention_without_autocast,
     sparse_attention: sparse_attention_without_autocast,
     tree_topk_index: topk_index_without_autocast,
+    window_attention: window_attention_without_autocast,
+    topk_entries: topk_entries_without_autocast,
 }
 
 

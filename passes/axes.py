@@ -24,18 +24,26 @@ class Chosen:
 class Axis:
     """A dimension of size `left * T * right`: entry `(l * T + t) * right + r` belongs to token t.
 
+    With a `window` of m tokens there are T // m windows in the place of T tokens, and everything that belongs to a
+    window depends on the window's tokens and their ancestors alone.
+
     Attributes:
         left, right: number of entries around each token; both 0 for a blank axis, whose entries are all the same.
         order: the sort that took the entries out of their order, or the mask that chose some of them; None while all
             are there in order.
+        window: tokens of a window; 0 for an axis of tokens.
+        later: whether the first window of every path is missing.
     """
 
     left: int = 1
     right: int = 1
     order: fx.Node | Chosen | None = None
+    window: int = 0
+    later: bool = False
 
     def __str__(self) -> str:
-        names = [str(self.left)] * (self.left > 1) + ["tokens"] + [str(self.right)] * (self.right > 1)
+        what = f"windows of {self.window} tokens" if self.window else "tokens"
+        names = [str(self.left)] * (self.left > 1) + [what] + [str(self.right)] * (self.right > 1)
         return " x ".join(names) + (f" in the order of {self.order.name}" if self.order else "")
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from tree_compile.passes.nodes import ancestors, arguments, operator_name
+from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens, operator_name
 from tree_compile.passes.probing import SMALL, constants, evaluate_if_possible, numbers
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, token_factor, token_symbol
+from tree_compile.passes.shapes import extent, is_size, is_tensor, shape_of, token_symbol
 
 
 def _names(names: str) -> frozenset[str]:
@@ -72,7 +72,9 @@ def _keeps_prefixes(node: fx.Node, symbol: sympy.Symbol) -> bool:
 
 
 def _factors(node: Any, symbol: sympy.Symbol) -> list[int]:
-    return [token_factor(size, symbol) for size in shape_of(node)]
+    """f of every size f * T or f * (T // m); -1 of any other that mentions T."""
+    found = [extent(size, symbol) for size in shape_of(node)]
+    return [-1 if one is None or one.fewer else one.factor for one in found]
 
 
 def _range_from_a_constant(node: fx.Node, _symbol: sympy.Symbol) -> bool:
@@ -150,13 +152,13 @@ def say_the_same(graph_module: fx.GraphModule, nodes: set[fx.Node], tried: int) 
     They compare positions with each other, and every constant in them is small against what was evaluated.
     """
     operators = [node for node in nodes if node.op == "call_function"]
-    # Of numbers made from T itself, as by Python's own `+`, nothing is known.
-    if any(not isinstance(node.target, OpOverload) or operator_name(node) not in _PLAIN for node in operators):
+    # Of numbers made from T itself, as by Python's own `+`, nothing is known, but for how many windows there are.
+    if not all(_counts_windows(node) or _is_plain(node) for node in operators):
         return False
     buffers = [attrgetter(str(node.target))(graph_module) for node in nodes if node.op == "get_attr"]
     if any(not isinstance(buffer, Tensor) or buffer.numel() > 1 for buffer in buffers):
         return False
-    divisors = {node.args[1] for node in operators if operator_name(node) == "floor_divide"}
+    divisors = {node.args[1] for node in operators if operator_name(node) == "floor_divide" or _counts_windows(node)}
     if any(isinstance(divisor, fx.Node) for divisor in divisors) or math.prod(divisors) > tried // 2:  # type: ignore[arg-type]
         return False
     moves = [node for node in operators if operator_name(node) in ("add", "sub")]
@@ -167,6 +169,15 @@ def say_the_same(graph_module: fx.GraphModule, nodes: set[fx.Node], tried: int) 
         return False
     places = constants(graph_module, nodes - _fills(operators))
     return 2 * moved < tried and all(2 * constant < tried for constant in places)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and operator_name(node) in _PLAIN
+
+
+def _counts_windows(node: fx.Node) -> bool:
+    """Whether it is T // m, as a size."""
+    return node.target is operator.floordiv and is_size(node) and is_number_of_tokens(node.args[0])  # type: ignore[arg-type]
 
 
 def _fills(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -26,10 +26,12 @@ class LengthLimit:
     Attributes:
         tokens: the greatest length that is allowed.
         where: the user's line that sets it.
+        counts_windows: whether it is where the tokens fill a first window, or a second one, of a fixed size.
     """
 
     tokens: int
     where: SourceLine | None = None
+    counts_windows: bool = False
 
 
 def position_limit(statics: StaticValues) -> LengthLimit | None:

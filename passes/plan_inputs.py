@@ -12,6 +12,7 @@ from tree_compile.passes.nodes import is_number_of_tokens
 from tree_compile.passes.static_values import StaticValues
 from tree_compile.runtime.row_tree import RowTree
 from tree_compile.runtime.tables import pair_at_positions
+from tree_compile.runtime.window_attention import all_entries, nearest_rows
 
 PLAN_INPUTS = ("plan_segments", "plan_position", "plan_subtree_end", "plan_length")
 """In this order: int64 CPU `[S, 5]`, int64 `[T]`, int64 `[T]`, and the number of tokens of the longest path."""
@@ -23,6 +24,12 @@ TREE_INPUTS = {
     "plan_chunk_parent": "chunk_parent",
 }
 """Behind them where a graph has layers that carry a state, with the fields of `RowTree` that they are."""
+
+WINDOW_INPUT = "plan_windows_"
+"""Behind those, where a graph pools windows of m tokens: `plan_windows_4_tokens`, with a field of `WindowTables`."""
+
+_WINDOW_SHAPES = {"tokens": "Em", "previous": "E", "number": "E", "last": "T"}
+"""The sizes of the fields that are on the device of the row; of the others nothing is asked."""
 
 _PER_TOKEN = ("plan_position", "plan_subtree_end", "plan_parent", "plan_chunk_place")
 
@@ -41,6 +48,29 @@ def add_plan_inputs(graph_module: fx.GraphModule) -> None:
             last.meta[OUTSIDE] = True
             if name in _PER_TOKEN:
                 last.meta["val"] = per_token
+
+
+def window_input(graph: fx.Graph, window: int, field: str) -> fx.Node:
+    """The placeholder of a field of the `WindowTables` for windows of `window` tokens; added where it is missing."""
+    name = f"{WINDOW_INPUT}{window}_{field}"
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    found = next((node for node in placeholders if node.target == name), None)
+    if found is None:
+        with graph.inserting_after(placeholders[-1]):
+            found = graph.placeholder(name)
+        found.meta[OUTSIDE] = True
+        if shape := _WINDOW_SHAPES.get(field):
+            tokens = plan_input(graph, "plan_position").meta["val"]
+            sizes = {"T": tokens.shape[0], "E": tokens.shape[0] // window, "m": window}
+            found.meta["val"] = tokens.new_empty([sizes[letter] for letter in shape])
+    return found
+
+
+def window_inputs(graph: fx.Graph) -> tuple[tuple[int, str], ...]:
+    """The fields of `WindowTables` that a graph reads, each with the tokens of its windows, in order."""
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    parts = [name.removeprefix(WINDOW_INPUT).split("_", 1) for name in names if name.startswith(WINDOW_INPUT)]
+    return tuple((int(window), field) for window, field in parts)
 
 
 def plan_input(graph: fx.Graph, name: str) -> fx.Node:
@@ -78,6 +108,8 @@ class RowTables:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[tuple[fx.Node, int], fx.Node] = {}
         self._pairs: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self._nearest: dict[int, fx.Node] = {}
+        self._entries: dict[int, fx.Node] = {}
         self._top = self._first_operation()
 
     @property
@@ -98,6 +130,28 @@ class RowTables:
         table = self._copy(node)
         gathered = self._insert(torch.ops.aten.index_select.default, table, dim, self._position())
         return self._described(gathered, node)
+
+    def at_windows(self, node: fx.Node, dim: int, window: int) -> fx.Node:
+        """The table `node`, whose dimension `dim` of T // window goes along windows, at the number of every entry."""
+        if (node, dim) not in self._gathered:
+            number = window_input(self._graph, window, "number")
+            gathered = self._insert(torch.ops.aten.index_select.default, self._copy(node), dim, number)
+            self._gathered[node, dim] = self._described(gathered, node)
+        return self._gathered[node, dim]
+
+    def nearest(self, window: int) -> fx.Node:
+        """Each token and the tokens before it, `window` in all: int32 `[T, window]`."""
+        if window not in self._nearest:
+            segments = plan_input(self._graph, "plan_segments")
+            self._nearest[window] = self._insert(nearest_rows, segments, self._position(), window)
+        return self._nearest[window]
+
+    def all_entries(self, window: int) -> fx.Node:
+        """All entries that each token sees, for windows of `window` tokens: int32 `[1, T, n]`."""
+        if window not in self._entries:
+            plan = [window_input(self._graph, window, name) for name in ("path", "last")]
+            self._entries[window] = self._insert(all_entries, *plan)
+        return self._entries[window]
 
     def positions(self, node: fx.Node, dim: int, first: int) -> fx.Node:
         """The integers `first + position` in the shape and dtype of `node`, whose token dimension is `dim`."""

@@ -14,7 +14,7 @@ from tree_compile.passes.nodes import ancestors, arguments
 from tree_compile.passes.plan_inputs import OUTSIDE, RowTables, plan_input
 from tree_compile.passes.shapes import call, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.passes.static_values import Drifting, Fill, LengthDependent, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Fill, LengthDependent, StaticValues, Table, WindowTable
 
 aten = torch.ops.aten
 _USES_AS_ROW_NUMBER = {
@@ -54,6 +54,8 @@ class RewritePositions:
                 raise _length_dependent(node, kind)
             if isinstance(kind, Table):
                 findings.append(self._gather(node, kind, users))
+            elif isinstance(kind, WindowTable):
+                findings.append(self._gather_windows(node, kind, users))
             elif isinstance(kind, Fill) and any(source.op == "get_attr" for source in ancestors([node])):
                 self._gather_fill(node, users)
         symbol = token_symbol(graph_module.graph)
@@ -74,9 +76,16 @@ class RewritePositions:
             user.replace_input_with(node, gathered)
         return Finding("position table", became, source_line(node), module_path(node))
 
+    def _gather_windows(self, node: fx.Node, kind: WindowTable, users: list[fx.Node]) -> Finding:
+        gathered = self.tables.at_windows(node, kind.dim, kind.window)
+        for user in users:
+            user.replace_input_with(node, gathered)
+        return Finding("position table", "gathered at the number of every window", source_line(node), module_path(node))
+
     def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
         """A buffer that says the same for all tokens may be shorter than a row; it is long enough for a sequence."""
-        dims = [dim for dim, size in enumerate(shape_of(node)) if not isinstance(size, int)]
+        symbol = token_symbol(node.graph)
+        dims = [dim for dim, size in enumerate(shape_of(node)) if size_expression(size) == symbol]
         if len(dims) == 1:
             gathered = self.tables.at_positions(node, dims[0])
             for user in users:

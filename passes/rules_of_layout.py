@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, RowNumber, Value, broadcast
-from tree_compile.passes.shapes import is_size, shape_of, size_expression
+from tree_compile.passes.shapes import Extent, is_size, shape_of, size_expression
 from tree_compile.passes.token_rules import USES_LENGTH, Result, Step, rule
 
 # New tensors
@@ -27,10 +27,11 @@ def _new(step: Step) -> Value:
 
 @rule("arange.default", takes_sizes=True)
 def _arange(step: Step) -> Value:
-    (factor,) = step.out_factors()
-    if factor == 0:
+    found = step.extent(shape_of(step.node)[0])
+    if found.factor == 0:
         return Value((None,))
-    return Value((TOKENS if factor == 1 else BLANK,), RowNumber(TOKENS if factor == 1 else BLANK))
+    axis = TOKENS if found == Extent(1) else BLANK
+    return Value((axis,), RowNumber(axis))
 
 
 # Moving dimensions
@@ -129,11 +130,12 @@ class _Atoms:
                 atoms.append(int(size))
             elif axis == BLANK:
                 # All its entries are the same, so each may count as that of its place.
-                atoms += [TOKENS, step.factor(size)]
+                found = step.extent(size)
+                atoms += [Axis(window=found.window, later=bool(found.fewer)), found.factor]
             elif axis.order is not None:
                 atoms.append(axis)
             else:
-                atoms += [axis.left, TOKENS, axis.right]
+                atoms += [axis.left, replace(axis, left=1, right=1), axis.right]
         return cls([atom for atom in atoms if atom != 1])
 
     def take(self, size: Any, factor: int) -> Axis | None:
@@ -153,7 +155,7 @@ class _Atoms:
         if factor % left:
             raise Mixes(_SPLIT)
         self._numbers(factor // left)
-        return Axis(left, factor // left)
+        return replace(axis, left=left, right=factor // left)
 
     def _numbers_before_tokens(self) -> int:
         left = 1
@@ -215,7 +217,7 @@ def _tiled(axis: Axis | None, size: Any, count: Any) -> Axis | None:
         return axis
     if axis.order is not None:
         raise Mixes("it repeats rows while they are sorted")
-    return Axis(axis.left * count, axis.right)
+    return replace(axis, left=axis.left * count)
 
 
 @rule("repeat_interleave.self_int")
@@ -228,7 +230,7 @@ def _repeat_interleave(step: Step) -> Value:
     if axis is not None and axis != BLANK:
         if axis.order is not None:
             raise Mixes("it repeats rows while they are sorted")
-        axes[step.dim(dim, len(axes))] = Axis(axis.left, axis.right * int(step["repeats"]))
+        axes[step.dim(dim, len(axes))] = replace(axis, right=axis.right * int(step["repeats"]))
     return Value(tuple(axes))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,14 +42,14 @@ def _sort(step: Step) -> Result:
     known = step.value("self")
     if len(known.axes) != 1 or axis.order is not None:
         raise Mixes("it sorts the tokens")
-    sorted_axis = Axis(axis.left, axis.right, step.node)
+    sorted_axis = replace(axis, order=step.node)
     numbers = Value((sorted_axis,), RowNumber(axis))
     return (Value((sorted_axis,), Keys(step.node)), numbers) if _is_pair(step) else numbers
 
 
 def _inverse_of(step: Step, axis: Axis) -> Result:
     """Sorting the row numbers of sorted entries puts them back: where each is found is its slot."""
-    natural = Axis(axis.left, axis.right)
+    natural = replace(axis, order=None)
     assert isinstance(axis.order, fx.Node)
     slots = Value((natural,), Slot(axis.order))
     return (Value((natural,), RowNumber(natural)), slots) if _is_pair(step) else slots
@@ -173,7 +174,7 @@ def _taken(step: Step, known: Value, place: int, index: Any) -> Value:
 
 
 def _same_rows(numbers: Axis, axis: Axis | None) -> bool:
-    return axis is not None and axis != BLANK and (numbers.left, numbers.right) == (axis.left, axis.right)
+    return axis is not None and axis != BLANK and replace(numbers, order=None) == replace(axis, order=None)
 
 
 @rule("index_select.default")
@@ -249,7 +250,7 @@ def _index_add(step: Step) -> Value:
     if axis is None or not same_entries or into is None or (into != BLANK and not _same_rows(content.axis, into)):  # type: ignore[union-attr]
         raise Mixes(f"it adds {_BY_NUMBERS}")
     rest = broadcast(Value(value.axes[:place] + value.axes[place + 1 :]) for value in (whole, added))
-    return Value((*rest[:place], Axis(content.axis.left, content.axis.right), *rest[place:]))  # type: ignore[union-attr]
+    return Value((*rest[:place], replace(content.axis, order=None), *rest[place:]))  # type: ignore[union-attr]
 
 
 @rule("gather.default")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.functions import FloorDiv
 
 from tree_compile.passes.autocast import AUTOCAST_OFF, as_the_model
 
@@ -23,7 +25,9 @@ def token_symbol(graph: fx.Graph) -> sympy.Symbol:
 
 
 def size_expression(size: Any) -> sympy.Expr:
-    """A size, an int or a SymInt, as an expression in T."""
+    """A size, an int, a SymInt or an expression, as an expression in T."""
+    if isinstance(size, sympy.Expr):
+        return size
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
@@ -34,6 +38,37 @@ def token_factor(size: Any, symbol: sympy.Symbol) -> int:
         return 0
     factor = sympy.cancel(expression / symbol)
     return int(factor) if factor.is_Integer and factor > 0 else -1
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The size `factor * T`, or with a `window` of m tokens `factor * (T // m) - fewer`; factor 0 is a plain number."""
+
+    factor: int = 0
+    window: int = 0
+    fewer: int = 0
+
+
+def extent(size: Any, symbol: sympy.Symbol) -> Extent | None:
+    """How `size` mentions T; None where it does so in any other way."""
+    factor = token_factor(size, symbol)
+    if factor >= 0:
+        return Extent(factor)
+    expression = size_expression(size)
+    for windows in expression.atoms(FloorDiv):
+        tokens, window = windows.args
+        for fewer in (0, 1):
+            count = sympy.cancel((expression + fewer) / windows)
+            if tokens == symbol and window.is_Integer and count.is_Integer and count > 0 and not (fewer and count > 1):
+                return Extent(int(count), int(window), fewer)
+    return None
+
+
+def window_beside_tokens(size: Any, symbol: sympy.Symbol) -> int:
+    """m where `size` is T + T // m, else 0."""
+    expression = size_expression(size)
+    found = extent(expression - symbol, symbol) if expression.has(FloorDiv) else None
+    return found.window if found is not None and found == Extent(1, found.window) else 0
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:

@@ -20,7 +20,14 @@ from tree_compile.passes.draws import draws
 from tree_compile.passes.lengths import changed_at_some_length, is_prefix, same_steps, say_the_same, that_may_change
 from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
 from tree_compile.passes.probing import probe
-from tree_compile.passes.shapes import is_tensor, shape_of, token_factor, token_symbol
+from tree_compile.passes.shapes import (
+    extent,
+    is_tensor,
+    shape_of,
+    token_factor,
+    token_symbol,
+    window_beside_tokens,
+)
 
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
@@ -75,6 +82,22 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class WindowTable:
+    """f(w) along `dim`, of size T // `window`: the value at a window depends on its number in the sequence alone."""
+
+    dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class WindowPair:
+    """f(q, w): dimension -2 is the query, -1 the window of `window` tokens. `samples` are its values at growing T."""
+
+    window: int
+    samples: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Numbering:
     """A value over several entries per token; it can only number rows, which the token-axis proof decides."""
 
@@ -86,7 +109,7 @@ class LengthDependent:
     why: str
 
 
-Kind = Fixed | Fill | Table | Drifting | Pair | Numbering | LengthDependent
+Kind = Fixed | Fill | Table | Drifting | Pair | WindowTable | WindowPair | Numbering | LengthDependent
 
 
 @dataclass(frozen=True)
@@ -209,10 +232,26 @@ def _shared_frontier(graph: fx.Graph, static: set[fx.Node], symbol: Any) -> set[
     """
     while True:
         frontier = _frontier(graph, static)
-        reshaping = {node for node in frontier if static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)}
+        reshaping = {
+            node
+            for node in frontier
+            if (static.isdisjoint(node.users) and _reshapes_a_table(node, symbol)) or _joins_windows(node, symbol)
+        }
         if not reshaping:
             return frontier
         static -= reshaping
+
+
+def _joins_windows(node: fx.Node, symbol: Any) -> bool:
+    """Whether it is a mask over tokens and windows, or a copy of one: what it means its two parts say."""
+    is_joined = node.target in _JOINED and bool(shape_of(node))
+    return is_joined and window_beside_tokens(shape_of(node)[-1], symbol) > 0
+
+
+_JOINED = (
+    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default,
+    torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default,
+)  # fmt: skip
 
 
 def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
@@ -240,7 +279,7 @@ def _write_shape(node: fx.Node, samples: Mapping[int, Tensor], symbol: Any) -> N
     written = {
         dim: size
         for dim, expression in enumerate(shape_of(node))
-        if token_factor(expression, symbol) == -1 and samples
+        if extent(expression, symbol) is None and samples
         if (size := _plain_size(node.graph, {at: value.shape[dim] for at, value in samples.items()})) is not None
     }
     if written:
@@ -254,10 +293,11 @@ def _plain_size(graph: fx.Graph, sizes: Mapping[int, int]) -> Any:
 
 
 def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
-    factors = [token_factor(size, symbol) for size in shape_of(node)]
-    if any(factor not in (0, 1) for factor in factors):
+    extents = [extent(size, symbol) for size in shape_of(node)]
+    if any(found is None or found.factor > 1 or found.fewer for found in extents):
         return Numbering()
-    dims = [dim for dim, factor in enumerate(factors) if factor == 1]
+    windows = {dim: found.window for dim, found in enumerate(extents) if found and found.factor}
+    dims = list(windows)
     if not samples or not all(is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
         if len(dims) == 1 and len(samples) > 2 and _drifts(samples, dims[0]):
             return Drifting(dims[0], _greatest(samples))
@@ -265,13 +305,22 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     last = samples[-1]
     if not dims:
         return Fixed(last)
+    if not last.numel():
+        return Numbering()
     if all(bool((last == last.narrow(dim, 0, 1)).all()) for dim in dims):
         return Fill(functools.reduce(lambda value, dim: value.narrow(dim, 0, 1), dims, last))
     if len(dims) == 1:
-        return Table(dims[0], _first_of_range(last, dims[0]), _greatest(samples))
-    if dims == [len(factors) - 2, len(factors) - 1]:
-        return Pair(tuple(samples))
+        return _table(samples, dims[0], windows[dims[0]])
+    if dims == [len(extents) - 2, len(extents) - 1] and not windows[dims[0]]:
+        window = windows[dims[1]]
+        return WindowPair(window, tuple(samples)) if window else Pair(tuple(samples))
     return LengthDependent("it has token dimensions that are not those of a mask")
+
+
+def _table(samples: Sequence[Tensor], dim: int, window: int) -> Kind:
+    if window:
+        return WindowTable(dim, window)
+    return Table(dim, _first_of_range(samples[-1], dim), _greatest(samples))
 
 
 def _drifts(samples: Sequence[Tensor], dim: int) -> bool:

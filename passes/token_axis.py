@@ -21,7 +21,7 @@ from tree_compile.passes.draws import draws
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.plan_inputs import OUTSIDE
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor, token_symbol
+from tree_compile.passes.shapes import Extent, extent, is_size, is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import source_line
 from tree_compile.passes.token_rules import TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
 
@@ -61,10 +61,11 @@ def _result(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol
 
 
 def _per_token(node: fx.Node, symbol: sympy.Symbol) -> Value:
-    """A value of which every dimension of size T goes along the tokens of the row."""
+    """A value of which every dimension of size T goes along the tokens of the row, and one of T // m along windows."""
     if not is_tensor(node):
         return Value(())
-    return Value(tuple(TOKENS if token_factor(size, symbol) == 1 else None for size in shape_of(node)))
+    found = [extent(size, symbol) for size in shape_of(node)]
+    return Value(tuple(Axis(window=e.window) if e and e.factor == 1 and not e.fewer else None for e in found))
 
 
 def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol) -> Result:
@@ -101,17 +102,19 @@ def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:
     for value, meta in zip(values, metas, strict=True):
         if sum(axis is not None for axis in value.axes) > 1:
             raise _mixing(node, "it relates every token to every other, and is not an attention that can be rewritten")
-        factors = [token_factor(size, symbol) for size in meta.shape]
-        if len(factors) != len(value.axes) or not all(map(_fits, factors, value.axes)):
+        extents = [extent(size, symbol) for size in meta.shape]
+        if len(extents) != len(value.axes) or not all(map(_fits, extents, value.axes)):
             raise _mixing(node, "the sizes of its result do not fit to the tokens that go into it")
     return result
 
 
-def _fits(factor: int, axis: Axis | None) -> bool:
-    """Whether a dimension of size `factor` * T can be `axis`; -1 stands for any other size that mentions T."""
+def _fits(found: Extent | None, axis: Axis | None) -> bool:
+    """Whether a dimension of that size can be `axis`; None stands for any size that mentions T otherwise."""
+    if found is None:
+        return axis is not None and isinstance(axis.order, Chosen)
     if axis is None or axis == BLANK:
-        return factor == 0 if axis is None else factor > 0
-    return factor == (-1 if isinstance(axis.order, Chosen) else axis.left * axis.right)
+        return found.factor == 0 if axis is None else found.factor > 0
+    return not isinstance(axis.order, Chosen) and found == Extent(axis.left * axis.right, axis.window, axis.later)
 
 
 def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:

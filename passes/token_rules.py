@@ -8,7 +8,7 @@ Here are those that work element by element; `rules_of_layout`, `rules_of_produc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -16,14 +16,13 @@ import torch
 from torch import fx
 
 from tree_compile.passes.axes import (
-    Axis,
     Keys,
     Mixes,
     RowNumber,
     Value,
     broadcast,
 )
-from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_factor
+from tree_compile.passes.shapes import Extent, extent, is_size, is_tensor, shape_of, size_expression
 
 aten = torch.ops.aten
 Result = Value | tuple[Value, ...]
@@ -75,11 +74,15 @@ class Step:
         return [node for node in self.node.all_input_nodes if is_tensor(node)]
 
     def factor(self, size: Any) -> int:
-        """f for a size f * T, 0 for a size without T."""
-        factor = token_factor(size, self.symbol)
-        if factor < 0:
+        """f for a size f * T or f * (T // m), 0 for a size without T."""
+        return self.extent(size).factor
+
+    def extent(self, size: Any) -> Extent:
+        """How a size mentions T."""
+        found = extent(size, self.symbol)
+        if found is None:
             raise Mixes(f"it makes a dimension of size {size_expression(size)}, where T is the number of tokens")
-        return factor
+        return found
 
     def out_factors(self) -> list[int]:
         """Factors of the result's sizes."""
@@ -206,7 +209,7 @@ def _floor_divide(step: Step) -> Value:
     if not isinstance(content, RowNumber):
         return elementwise(step)
     if step.arguments.get("rounding_mode", "floor") == "floor" and content.axis.right == step["other"]:
-        return Value(known.axes, RowNumber(Axis(content.axis.left, 1)))
+        return Value(known.axes, RowNumber(replace(content.axis, right=1)))
     raise Mixes("it divides row numbers by something else than the number of entries per token")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tree_compile.runtime.attention_schedule import Segment
 
-__all__ = ["tree_topk_index"]
+__all__ = ["highest", "tree_topk_index", "write_chosen"]
 
 BLOCK = 16
 """Queries of one segment that are scored together against what stands above all of them."""
@@ -75,9 +75,9 @@ def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor,
         if len(above) + end - start > k:
             far = _scores(query[rows], key.index_select(0, above.to(key.device)), weights[rows])
             scores = torch.cat([far, near[rows, : end - start]], 1)
-            visible = _highest(scores.masked_fill_(~visible, -torch.inf), k) & visible
+            visible = highest(scores.masked_fill_(~visible, -torch.inf), k) & visible
         keys = torch.cat([above, torch.arange(start, end)]).to(key.device, torch.int32)
-        _write(kept[0, rows], visible, keys)
+        write_chosen(kept[0, rows], visible, keys)
     return kept
 
 
@@ -138,7 +138,7 @@ def _starts(segments: Tensor) -> Tensor:
     return torch.tensor(found).view(-1, 2)
 
 
-def _highest(scores: Tensor, k: int) -> Tensor:
+def highest(scores: Tensor, k: int) -> Tensor:
     """bool [n, m]: the `k` highest scores of each row, the first ones among equals."""
     scores = scores.masked_fill(scores.isnan(), torch.inf)
     least = scores.topk(k).values[:, -1:]
@@ -147,7 +147,7 @@ def _highest(scores: Tensor, k: int) -> Tensor:
     return higher | (equal & (equal.cumsum(1) <= wanted))
 
 
-def _write(kept: Tensor, chosen: Tensor, keys: Tensor) -> None:
+def write_chosen(kept: Tensor, chosen: Tensor, keys: Tensor) -> None:
     """Writes the chosen `keys` [m] of each row of `chosen` [n, m] to the front of `kept` [n, k]."""
     rows, columns = chosen.nonzero(as_tuple=True)
     place = chosen.cumsum(1)[rows, columns] - 1

@@ -11,8 +11,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from tree_compile import plan_rows, treecompile
+from tree_compile.inputs import row_inputs
 from tree_compile.models.dense import Dense, DenseConfig
-from tree_compile.programs import row_inputs
 from tree_compile.tiny import tiny_model
 
 
@@ -83,8 +83,8 @@ def test_every_stage_has_a_text_and_others_are_named() -> None:
     with pytest.raises(ValueError, match="there is no stage 'lowered'; there are ") as raised:
         tree_model.graph("lowered")
     stages = re.findall(r"'([^']+)'", str(raised.value).partition("there are ")[2])
-    passes = ["gradient modes", "batch norm", "functional", "attention", "mixers", "convolutions", "positions"]
-    passes += ["token axis", "autocast"]
+    passes = ["gradient modes", "batch norm", "functional", "windows", "window attention", "attention", "mixers"]
+    passes += ["convolutions", "positions", "window sizes", "token axis", "autocast"]
     assert stages == ["captured", *passes, "rewritten"]
     for stage in stages:
         assert "def forward(self, input_ids" in tree_model.graph(stage)

@@ -16,7 +16,7 @@ from tree_compile.errors import (
     UnsupportedArgumentError,
     WrappedModelError,
 )
-from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
+from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS, WINDOW_INPUT
 from tree_compile.pipeline import Rewritten
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
@@ -69,7 +69,7 @@ def check_inputs(names: Sequence[str]) -> None:
     # The tokens are passed by position, so that their name says nothing to the model.
     check_keywords(dict.fromkeys(names[1:]))
     for name in names:
-        if name in _TAKEN or not str(name).isidentifier() or iskeyword(name):
+        if name in _TAKEN or name.startswith(WINDOW_INPUT) or not str(name).isidentifier() or iskeyword(name):
             raise UnsupportedArgumentError(
                 f"`{name}` cannot be the name of an input.",
                 why="the graph of a tree model is Python code with its inputs as arguments, beside those that say how "

@@ -36,7 +36,7 @@ from tree_compile.errors import (
     UnsupportedOutputError,
 )
 from tree_compile.foreign import capturable
-from tree_compile.guards import length_limit
+from tree_compile.guards import ShortLengths, length_limit
 from tree_compile.known_mixers import kept_whole
 from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import (
@@ -84,12 +84,16 @@ class Captured:
             objects under the model's own names; returns the flat tuple of the output's tensors.
         output_form: how to rebuild the model's output.
         limit: the longest sequence that the capture holds for; None where it holds for all.
+        example_tokens: tokens of the sequence that it was captured with.
+        short: the lengths for which it has to be compared with the model; None where there are none.
         control_flow: what has to be raised, unless something more telling is found: the code depends on T.
     """
 
     graph_module: fx.GraphModule
     output_form: OutputForm
     limit: LengthLimit | None
+    example_tokens: int
+    short: ShortLengths | None = None
     control_flow: ControlFlowError | None = None
 
 
@@ -140,9 +144,9 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
     with _quiet():
         exported = program.module(check_guards=False)
     same_at = partial(_same_at, unpacked, exported)
-    limit, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1], same_at)
+    limit, short, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1], same_at)
     graph_module = _under_own_names(exported, unpacked.input_names)
-    return Captured(graph_module, output_form, limit, control_flow)
+    return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)
 
 
 def _same_at(unpacked: Unpacked, exported: fx.GraphModule, tokens: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,21 @@ from tree_compile.passes.limits import LengthLimit
 _LARGEST = 1 << 24
 _SMALL = 4_096
 _LONGEST_TRIED = 4_096
+
+
+@dataclass(frozen=True)
+class ShortLengths:
+    """Lengths at which the model's code may take another way than the one that was captured.
+
+    Attributes:
+        least: from this length on it takes the captured one.
+        turns: lengths below it at which a condition changes.
+        error: what to raise where graph and model differ at a shorter length.
+    """
+
+    least: int
+    turns: frozenset[int]
+    error: ControlFlowError
 
 
 class _AnyInput:
@@ -56,30 +72,48 @@ def _last_true(holds: partial[bool], low: int, high: int) -> int:
     return low
 
 
-def _limit(guard: str, example: int, same_at: Callable[[int], bool]) -> int | None:
-    """A T up to which `guard` holds, None for no limit; the greatest one, unless that is below `example`."""
+@dataclass(frozen=True)
+class _Range:
+    """The lengths for which a guard holds: from `least` up to `limit`, None for no limit; or not a range at all.
+
+    `turns` are lengths at which it begins or ceases to hold.
+    """
+
+    least: int = 0
+    limit: int | None = None
+    turns: frozenset[int] = frozenset()
+    is_range: bool = True
+
+
+def _range(guard: str, example: int, same_at: Callable[[int], bool]) -> _Range:
+    """For which T `guard` holds, among them `example`."""
     holds = partial(_holds, compile(guard, "<guard>", "eval"))
     lengths = _probe_lengths(guard)
     truth = [holds(tokens) for tokens in lengths]
     if all(truth):
-        return None
-    first_false = truth.index(False)
+        return _Range()
+    false = [tokens for tokens, is_true in zip(lengths, truth, strict=True) if not is_true]
     # A slice up to T of a buffer with just T rows is no slice: torch notes T != rows, and nothing else changes.
-    if truth.count(False) == 1 and lengths[first_false] <= _LONGEST_TRIED and same_at(lengths[first_false]):
-        return None
-    if lengths[first_false] <= example:
-        return lengths[first_false] - 1
-    return _last_true(holds, lengths[first_false - 1], lengths[first_false])
+    if len(false) == 1 and false[0] <= _LONGEST_TRIED and same_at(false[0]):
+        return _Range()
+    if false[0] > example:
+        first_false = truth.index(False)
+        return _Range(limit=_last_true(holds, lengths[first_false - 1], lengths[first_false]))
+    if false[-1] < min(example, _LONGEST_TRIED):
+        turns = {after for after in range(3, false[-1] + 2) if holds(after) != holds(after - 1)}
+        return _Range(false[-1] + 1, turns=frozenset(turns))
+    return _Range(is_range=False)
 
 
 def length_limit(
     guards: Iterable[str], graph: fx.Graph, example: int, same_at: Callable[[int], bool]
-) -> tuple[LengthLimit | None, ControlFlowError | None]:
+) -> tuple[LengthLimit | None, ShortLengths | None, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
     A guard that holds for every length of two tokens or more says nothing; so does one that excludes a single length at
-    which the graph computes what the model does. One that holds up to some length is a limit; any other means that the
-    model's Python code branches on T.
+    which the graph computes what the model does. One that holds up to some length is a limit. One that holds from some
+    length on leaves it to a comparison whether the model's code takes another way below; any other means that it
+    branches on T.
 
     Args:
         guards: `ExportedProgram._guards_code`.
@@ -88,16 +122,21 @@ def length_limit(
         same_at: whether graph and model compute the same for sequences of one length.
 
     Returns:
-        The tightest limit, None for no limit; and an error where a guard does not hold for all lengths up to `example`.
+        The tightest limit, None for no limit; the lengths below which guards do not hold, None where all do; and an
+        error where one holds for no such range.
     """
-    limit, error = None, None
+    limit, short, error = None, None, None
     for guard in dict.fromkeys(guards):
-        tokens = _limit(guard, example, same_at)
-        if tokens is not None and tokens < example:
+        found = _range(guard, example, same_at)
+        if not found.is_range:
             error = error or _control_flow(_readable(guard), _guard_line(guard, graph))
-        elif tokens is not None and (limit is None or tokens < limit.tokens):
-            limit = LengthLimit(tokens, _guard_line(guard, graph))
-    return limit, error
+        elif found.least:
+            first = short.error if short else _control_flow(_readable(guard), _guard_line(guard, graph))
+            before = short or ShortLengths(0, frozenset(), first)
+            short = ShortLengths(max(found.least, before.least), found.turns | before.turns, first)
+        elif found.limit is not None and (limit is None or found.limit < limit.tokens):
+            limit = LengthLimit(found.limit, _guard_line(guard, graph), counts_windows="//" in guard)
+    return limit, short, error
 
 
 def _control_flow(condition: str, where: SourceLine | None) -> ControlFlowError:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
+from tree_compile.guards import ShortLengths
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -22,16 +23,26 @@ from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
 from tree_compile.passes.mixers import RewriteMixers
-from tree_compile.passes.plan_inputs import RowTables, add_plan_inputs, reads_tree, remove_tree_inputs
+from tree_compile.passes.plan_inputs import (
+    RowTables,
+    add_plan_inputs,
+    reads_tree,
+    remove_tree_inputs,
+    window_inputs,
+)
 from tree_compile.passes.positions import RewritePositions
 from tree_compile.passes.runner import Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
-from tree_compile.rehearsal import rehearse
+from tree_compile.passes.window_attention import RewriteWindowAttention
+from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
+from tree_compile.rehearsal import example_of, longer_example, rehearse
+from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 CAPTURING = threading.RLock()
+_LONGEST_EXAMPLE = 4_096
 
 
 @dataclass(frozen=True)
@@ -45,9 +56,12 @@ class Rewritten:
         batched: for every tensor of the output, whether it has a batch dimension of one before its tokens.
         vocabulary: number of token ids, or None where the graph does not tell.
         limits: limits on the length of a sequence, the tightest first.
+        short: the lengths for which it has to be compared with the model; None where there are none.
+        example_tokens: tokens of the sequence that it was captured with.
         proved: number of tokens up to which static values were evaluated; None where that settles them for all.
         dense: whether a mask without a closed form is written out as T x T.
         carries_state: whether a layer carries a state along the tokens; then those of TREE_INPUTS follow.
+        windows: the fields of `WindowTables` that follow then, each with the tokens of its windows.
         dtypes: the floating-point dtypes that it computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
@@ -58,16 +72,25 @@ class Rewritten:
     batched: tuple[bool, ...]
     vocabulary: int | None
     limits: tuple[LengthLimit, ...]
+    short: ShortLengths | None
+    example_tokens: int
     proved: int | None
     dense: bool
     carries_state: bool
+    windows: tuple[tuple[int, str], ...]
     dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
 
 
-def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
+def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
     """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
+
+    Args:
+        unpacked: the model.
+        reach: as in `rewrite`.
+        example_tokens: captures it with a sequence of so many tokens, and compares it at no length; 0 for a few dozen
+            tokens, or more where it pools windows of more.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
@@ -77,9 +100,39 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
         rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
-            captured = capture(unpacked, rehearsal.example)
+            if example_tokens:
+                return rewrite(capture(unpacked, example_of(unpacked, example_tokens)), reach)
+            return _rewrite_one_of(unpacked, _captures(unpacked, rehearsal.example), reach)
+
+
+def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]:
+    """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
+    found = [capture(unpacked, example)]
+    while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
+        try:
+            longer = capture(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
+        except RefusedModelError:
+            break
+        if longer.limit is not None and longer.limit.tokens <= limit.tokens:
+            break
+        found.append(longer)
+    return found
+
+
+def _rewrite_one_of(unpacked: Unpacked, captures: list[Captured], reach: int) -> Rewritten:
+    """The last one that can be proved: it holds for the longest sequences."""
+    errors = []
+    for captured in reversed(captures):
+        try:
             with _unless_more_telling(captured.control_flow):
-                return rewrite(captured, reach)
+                rewritten = rewrite(captured, reach)
+            if rewritten.short is not None and (rewritten.random or not same_when_short(unpacked, rewritten)):
+                raise rewritten.short.error
+        except RefusedModelError as error:
+            errors.append(error)
+        else:
+            return rewritten
+    raise errors[0]
 
 
 @contextmanager
@@ -116,10 +169,13 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
     for graph_pass in (
+        RewriteWindows(statics),
+        RewriteWindowAttention(statics, tables),
         RewriteAttention(statics, tables),
         RewriteMixers(),
         RewriteConvolutions(),
         RewritePositions(statics, tables),
+        RewriteWindowSizes(),
         ProveTokenAxis(),
     ):
         run_pass(graph_module, graph_pass, trail)
@@ -136,9 +192,12 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         batched=_batched(graph_module.graph),
         vocabulary=vocabulary,
         limits=limits,
+        short=captured.short,
+        example_tokens=captured.example_tokens,
         proved=statics.proved_length,
         dense=tables.has_pairs,
         carries_state=carries_state,
+        windows=window_inputs(graph_module.graph),
         dtypes=_dtypes(graph_module.graph),
         random=random,
         trail=trail,

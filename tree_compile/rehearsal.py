@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 import types
@@ -71,8 +72,7 @@ def grow(unpacked: Unpacked, tokens: int) -> None:
     """
     with untouched(unpacked.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
         for length in (1 << (tokens - 1).bit_length(), tokens):
-            ids = torch.zeros(1, length, dtype=torch.int64, device=unpacked.device)
-            if _works(_Call(unpacked, tuple(ids.clone() for _ in unpacked.input_names))):
+            if _works(_Call(unpacked, example_of(unpacked, length))):
                 return
 
 
@@ -135,8 +135,19 @@ def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
     sizes = {size for parameter in unpacked.model.parameters() for size in parameter.shape}
     first = next((length for length in _LENGTHS if length not in sizes), 131)
     for length in (first, *(length for length in _SHORT if length not in sizes)):
-        ids = torch.arange(length, device=unpacked.device)[None] % 2
-        yield tuple(ids.clone() for _ in unpacked.input_names)
+        yield example_of(unpacked, length)
+
+
+def example_of(unpacked: Unpacked, tokens: int) -> tuple[Tensor, ...]:
+    """Inputs `(1, tokens)` whose token ids are small enough for any vocabulary."""
+    ids = torch.arange(tokens, device=unpacked.device)[None] % 2
+    return tuple(ids.clone() for _ in unpacked.input_names)
+
+
+def longer_example(unpacked: Unpacked, tokens: int) -> int:
+    """A number of tokens, some four times as many, that no dimension of the model's parameters has."""
+    sizes = {size for parameter in unpacked.model.parameters() for size in parameter.shape}
+    return next(length for length in itertools.count(4 * tokens + 37, 2) if length not in sizes)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,244 @@
+"""Attention over tokens and the entries that windows of them are pooled into: every query reads a list of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tree_compile.errors import RefusedModelError, TokenMixingError
+from tree_compile.passes.attention import _dropout, _in_one_dtype
+from tree_compile.passes.attention_patterns import AttentionMatch, Operand, match_sdpa, match_softmax
+from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
+from tree_compile.passes.finding import Finding
+from tree_compile.passes.indexer import operands
+from tree_compile.passes.masks import NoMatch
+from tree_compile.passes.nodes import arguments
+from tree_compile.passes.pair_tables import NotCausal, SeesNothing, pair_form
+from tree_compile.passes.plan_inputs import RowTables, plan_input, window_input
+from tree_compile.passes.shapes import (
+    Extent,
+    extent,
+    in_dtype,
+    inherited,
+    shape_of,
+    size_expression,
+    token_symbol,
+    window_beside_tokens,
+)
+from tree_compile.passes.source import module_path, source_line
+from tree_compile.passes.static_values import Pair, StaticValues
+from tree_compile.passes.token_rules import RULES, Step
+from tree_compile.passes.window_patterns import Seen, WindowReader
+from tree_compile.runtime.window_attention import topk_entries, window_attention
+
+aten = torch.ops.aten
+_SDPA = aten.scaled_dot_product_attention.default
+_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.contiguous.default, aten.clone.default)
+
+
+@dataclass(frozen=True)
+class RewriteWindowAttention:
+    """Replaces every attention over T tokens and T // m entries.
+
+    Raises:
+        TokenMixingError: it has a form that is not known.
+    """
+
+    statics: StaticValues
+    tables: RowTables
+    name: str = field(default="window attention", init=False)
+
+    def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
+        symbol = token_symbol(graph_module.graph)
+        findings = []
+        for node in list(graph_module.graph.nodes):
+            if window := _windows_among_keys(node, symbol):
+                reader = WindowReader(graph_module, self.statics, symbol, window)
+                try:
+                    findings.append(self._replace(graph_module.graph, node, reader))
+                except (NoMatch, NotCausal, SeesNothing) as error:
+                    raise _unknown(node, str(error)) from None
+        return tuple(findings)
+
+    def _replace(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> Finding:
+        masks = _masks(graph, reader)
+        pairs = {mask: Pair(()) for mask in masks}
+        statics = replace(self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs})
+        match = (match_sdpa if node.target is _SDPA else match_softmax)(node, statics)
+        if match.dropout:
+            raise _dropout(match.dropout, source_line(node))
+        scores = match.scores
+        if scores.softcap or scores.factors or scores.key_biases or scores.causal or len(scores.masks) != 1:
+            raise NoMatch("its scores are more than products, one mask and a sink")
+        mask = scores.masks[0]
+        of_tokens, of_entries = masks[mask.node]
+        near = self._window(of_tokens, mask.hides)
+        seen = reader.mask(of_entries, mask.hides)
+        if not seen.closed:
+            raise NoMatch("a query sees entries whose windows end behind it")
+        with graph.inserting_before(match.output):
+            replacement = self._emit(graph, match, reader, near, seen)
+        match.output.replace_all_uses_with(replacement)
+        graph.erase_node(match.output)
+        return Finding(
+            "attention", _description(reader, near, seen), source_line(match.output), module_path(match.output)
+        )
+
+    def _window(self, node: fx.Node, hides: bool) -> int:
+        """How many tokens a query sees before the entries, itself among them."""
+        kind = self.statics.kinds.get(node)
+        if not isinstance(kind, Pair):
+            raise NoMatch("its mask over tokens is not made from positions alone")
+        samples = [~sample if hides and sample.dtype == torch.bool else sample for sample in kind.samples]
+        form = pair_form(samples)
+        if form.visibility is None or form.slopes is not None or not form.visibility.window:
+            raise NoMatch("beside entries, a query may see a window of tokens and no others")
+        return form.visibility.window
+
+    def _emit(self, graph: fx.Graph, match: AttentionMatch, reader: WindowReader, near: int, seen: Seen) -> fx.Node:
+        meta = match.output.meta
+        if match.output_order != (0, 1, 2, 3) or match.query.order != (0, 1, 2, 3):
+            raise NoMatch("its output has some other layout than [1, heads, tokens, width]")
+        key, value = (_parts(graph, operand, reader) for operand in (match.key, match.value))
+        if shape_of(key[0])[1] != shape_of(value[0])[1]:
+            raise NoMatch("its keys and its values are repeated for groups of heads in different ways")
+        tensors = [match.query.node, key[0], value[0], key[1], value[1]]
+        values = _in_one_dtype(graph, tensors)
+        rows = self.tables.nearest(near)
+        if seen.chosen is None:
+            entries = self.tables.all_entries(reader.window)
+        else:
+            entries = _chosen(graph, reader, seen.chosen, meta)
+        node = graph.call_function(
+            window_attention, (*values, rows, entries), {"scale": match.scores.scale, "sinks": match.scores.sinks}
+        )
+        node.meta = inherited(meta)
+        node.meta["val"] = values[0].meta["val"].new_empty((*shape_of(values[0])[:-1], shape_of(values[2])[-1]))
+        return in_dtype(graph, node, meta["val"].dtype)
+
+
+def _windows_among_keys(node: fx.Node, symbol: Any) -> int:
+    """m where `node` is attention over T tokens and T // m entries, and maybe a sink; else 0."""
+    if node.target is _SDPA:
+        return window_beside_tokens(shape_of(arguments(node)["key"])[-2], symbol)
+    if node.target not in _SOFTMAX or size_expression(shape_of(node)[-2]) != symbol:
+        return 0
+    dim: Any = node.args[1]
+    if int(dim) % len(shape_of(node)) != len(shape_of(node)) - 1:
+        return 0
+    size = shape_of(node)[-1]
+    return window_beside_tokens(size, symbol) or window_beside_tokens(size - 1, symbol)
+
+
+def _masks(graph: fx.Graph, reader: WindowReader) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
+    """Joined masks, or casts of them, each with its parts `[…, T, T]` and `[…, T, T // m]`."""
+    found: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is aten.cat.default and (parts := _parts_of_cat(node, -1, reader)) is not None:
+            if size_expression(shape_of(node)[-2]) == reader.symbol:
+                found[node] = parts
+        elif node.target in (*_CASTS, aten.unsqueeze.default, aten.expand.default) and node.args[0] in found:
+            found[node] = found[node.args[0]]
+    return found
+
+
+def _parts_of_cat(node: fx.Node, dim: int, reader: WindowReader) -> tuple[fx.Node, fx.Node] | None:
+    given = arguments(node)
+    parts, rank = given["tensors"], len(shape_of(node))
+    if len(parts) != 2 or given["dim"] % rank != dim % rank:
+        return None
+    sizes = [extent(shape_of(part)[dim], reader.symbol) for part in parts]
+    return tuple(parts) if sizes == [Extent(1), Extent(1, reader.window)] else None
+
+
+def _parts(graph: fx.Graph, operand: Operand, reader: WindowReader) -> tuple[fx.Node, fx.Node]:
+    """Tokens and entries of keys or values `[1, heads, T + T // m, width]`, without what repeats their heads."""
+    if operand.order != (0, 1, 2, 3) or shape_of(operand.node)[0] != 1:
+        raise NoMatch("its keys have some other layout than [1, heads, tokens and entries, width]")
+    node = _one_of_each_head(operand.node)
+    while node.target in _CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    parts = _parts_of_cat(node, 2, reader) if node.target is aten.cat.default else None
+    if parts is None:
+        raise NoMatch("its keys or values are not tokens and entries, joined right before the attention")
+    dtype = operand.node.meta["val"].dtype
+    return in_dtype(graph, parts[0], dtype), in_dtype(graph, parts[1], dtype)
+
+
+def _one_of_each_head(node: fx.Node) -> fx.Node:
+    """`node` before every head was repeated for a group of query heads, as `repeat_interleave(n, dim=1)` does."""
+    if node.target is aten.repeat_interleave.self_int and arguments(node)["dim"] == 1:
+        return node.args[0]  # type: ignore[return-value]
+    source: Any = node
+    for targets in ((aten.reshape.default, aten.view.default), (aten.expand.default,)):
+        if source.target not in targets:
+            return node
+        source = source.args[0]
+    while source.target is aten.slice.Tensor:
+        source = source.args[0]
+    is_repeated = source.target is aten.unsqueeze.default and arguments(source)["dim"] == 2
+    return source.args[0] if is_repeated else node
+
+
+def _chosen(graph: fx.Graph, reader: WindowReader, topk: fx.Node, meta: dict[str, Any]) -> fx.Node:
+    """The entries that every query keeps of a selection."""
+    query, key, weights = operands(graph, reader.index_scores(topk), topk.meta)
+    ranges, last = (window_input(graph, reader.window, name) for name in ("ranges", "last"))
+    keep = reader.how_many(topk)
+    plan = (plan_input(graph, "plan_segments"), ranges, last)
+    node = graph.call_function(topk_entries, (query, key, weights, *plan, keep))
+    node.meta = inherited(meta)
+    node.meta["val"] = query.meta["val"].new_empty((1, shape_of(query)[1], keep), dtype=torch.int32)
+    return node
+
+
+def _description(reader: WindowReader, near: int, seen: Seen) -> str:
+    entries = f"the entries of windows of {reader.window} tokens"
+    if seen.chosen is not None:
+        entries = f"the {reader.how_many(seen.chosen)} best of {entries}"
+    return f"window_attention over the {near} nearest tokens and {entries} on its path"
+
+
+def _unknown(node: fx.Node, why: str) -> RefusedModelError:
+    return TokenMixingError(
+        "This attention over tokens and windows of tokens has a form that cannot be rewritten.",
+        where=source_line(node),
+        why=f"{why}.",
+        hint="write it as in tree_compile.models.compressed.",
+    )
+
+
+# The proof
+
+
+def _rule(step: Step) -> Value:
+    query, key, value, entry_key, entry_value = (step.plain(argument) for argument in step.node.args[:5])
+    for operand in (query, key, value):
+        if operand.axes[2:] != (TOKENS, None):
+            raise Mixes("the keys of its attention are not one for every token of the row")
+    for operand in (entry_key, entry_value):
+        axis = operand.axes[2]
+        if axis is None or axis != Axis(window=axis.window) or not axis.window or operand.axes[3] is not None:
+            raise Mixes("the entries of its attention are not one for every window of the row")
+    sinks = step.node.kwargs.get("sinks")
+    if sinks is not None and step.raw(sinks).has_tokens:
+        raise Mixes("the sinks of its attention depend on the tokens")
+    return Value((None, None, TOKENS, None))
+
+
+def _rule_of_choice(step: Step) -> Value:
+    query, key, weights = (step.plain(argument) for argument in step.node.args[:3])
+    entries = key.axes[1]
+    if query.axes != (None, TOKENS, None, None) or weights.axes != (None, TOKENS, None):
+        raise Mixes("the queries of its indexer are not one for every token of the row")
+    if entries is None or not entries.window or key.axes != (None, Axis(window=entries.window), None):
+        raise Mixes("the keys of its indexer are not one for every window of the row")
+    return Value((None, TOKENS, None))
+
+
+RULES[window_attention] = _rule
+RULES[topk_entries] = _rule_of_choice

@@ -1,0 +1,208 @@
+"""Attention over a token's nearest ancestors and over entries, each of which pools a window of its ancestors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tree_compile.runtime.layout import END, PARENT, START
+from tree_compile.runtime.sparse_attention import sparse_attention
+from tree_compile.runtime.topk_index import highest, write_chosen
+
+__all__ = [
+    "all_entries",
+    "entries_before",
+    "first_entries",
+    "later_entries",
+    "nearest_rows",
+    "tokens_of_windows",
+    "topk_entries",
+    "window_attention",
+]
+
+_BUDGET = 1 << 22
+"""Scores of all heads that exist at a time."""
+
+
+# Entries
+
+
+def tokens_of_windows(values: Tensor, dim: int, tokens: Tensor) -> Tensor:
+    """The tokens of every window, one window after the other: dimension `dim` of T becomes E * m.
+
+    Args:
+        values: a value for every token along `dim`.
+        dim: the dimension.
+        tokens: int64 [E, m], as in `WindowTables`.
+    """
+    return values.index_select(dim, tokens.flatten())
+
+
+def later_entries(values: Tensor, dim: int) -> Tensor:  # noqa: ARG001
+    """The values of the entries that have one before them, each at its own place; the other places hold any value."""
+    return values
+
+
+def entries_before(values: Tensor, dim: int, previous: Tensor) -> Tensor:
+    """For every entry the value, along `dim`, of the entry before it; where there is none, any value.
+
+    `previous` is int64 [E], as in `WindowTables`.
+    """
+    return values.index_select(dim, previous.clamp(min=0))
+
+
+def first_entries(first: Tensor | float, later: Tensor, dim: int, previous: Tensor) -> Tensor:
+    """`first` where an entry has none before it on its path, and `later` elsewhere; entries lie along `dim`."""
+    shape = [1] * later.dim()
+    shape[dim] = -1
+    return torch.where((previous >= 0).view(shape), later, first)
+
+
+# What a token sees
+
+
+def nearest_rows(segments: Tensor, position: Tensor, window: int) -> Tensor:
+    """Each token and the tokens before it, the nearest first: row indices int32 [T, window], -1 where there is none.
+
+    Args:
+        segments: int64 [S, 5] on the CPU, as `tree_attention` takes them.
+        position: int64 [T], index of each token in its own sequence.
+        window: how many tokens, the token itself among them.
+    """
+    return _nearest_op(segments, position, window)
+
+
+@torch.library.custom_op("tree_compile::nearest_rows", mutates_args=())
+def _nearest_op(segments: Tensor, position: Tensor, window: int) -> Tensor:
+    rows = len(position)
+    table = segments[segments[:, END] > 0]
+    parent = torch.arange(-1, rows - 1)
+    above = table[:, PARENT]
+    parent[table[:, START]] = torch.where(above < 0, -1, table[above, END] - 1)
+    parent[int(table[-1, END]) :] = -1
+    parent = torch.cat([parent, parent.new_full((1,), -1)]).to(position.device)  # the last is that of no token
+    found = [torch.arange(rows, device=position.device)]
+    for _ in range(window - 1):
+        found.append(parent[found[-1]])
+    return torch.stack(found, 1).to(torch.int32)
+
+
+@_nearest_op.register_fake
+def _(_segments: Tensor, position: Tensor, window: int) -> Tensor:
+    return position.new_empty((position.shape[0], window), dtype=torch.int32)
+
+
+def all_entries(path: Tensor, last: Tensor) -> Tensor:
+    """All entries that each token sees: int32 [1, T, n], -1 behind them.
+
+    Args:
+        path: int64 [E, n], as in `WindowTables`.
+        last: int64 [T], as in `WindowTables`.
+    """
+    seen = path.index_select(0, last.clamp(min=0)).masked_fill((last < 0)[:, None], -1)
+    return seen[None].to(torch.int32)
+
+
+def topk_entries(
+    query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor, k: int
+) -> Tensor:
+    """The `k` entries that score highest among those that each token sees; entries of other paths are never scored.
+
+    The score of token t and entry e is `sum_h weights[t, h] * relu(query[t, h] . key[e])`.
+
+    Args:
+        query: [1, T, H, D], floating point.
+        key: [1, E, D].
+        weights: [1, T, H].
+        segments: int64 [S, 5] on the CPU, as `tree_attention` takes them.
+        ranges: int64 [S, 2] on the CPU, as in `WindowTables`.
+        last: int64 [T], as in `WindowTables`.
+        k: how many to keep.
+
+    Returns:
+        int32 [1, T, k]: entries, ascending in each query; -1 behind the last where there are fewer. Among equal scores
+        the earlier entry goes first. Nothing is differentiated through it.
+    """
+    return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
+
+
+@torch.library.custom_op("tree_compile::topk_entries", mutates_args=())
+def _topk_op(
+    query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor, k: int
+) -> Tensor:
+    kept = last.new_full((1, len(last), k), -1, dtype=torch.int32)
+    for start, end, on_path in _paths(segments, ranges):
+        entries = on_path.to(last.device)
+        heads = query.shape[2] * max(len(entries), 1)
+        for first in range(start, end, max(1, _BUDGET // heads)):
+            rows = slice(first, min(end, first + max(1, _BUDGET // heads)))
+            visible = entries <= last[rows, None]
+            if len(entries) > k:
+                scores = _scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])
+                visible = visible & highest(scores.masked_fill_(~visible, -torch.inf), k)
+            write_chosen(kept[0, rows], visible, entries.to(kept.dtype))
+    return kept
+
+
+@_topk_op.register_fake
+def _(
+    _query: Tensor, _key: Tensor, _weights: Tensor, _segments: Tensor, _ranges: Tensor, last: Tensor, k: int
+) -> Tensor:
+    return last.new_empty((1, last.shape[0], k), dtype=torch.int32)
+
+
+def _paths(segments: Tensor, ranges: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Rows [start, end) of every segment, and the entries that the tokens on the path to its end close, int64 [n]."""
+    paths: list[np.ndarray] = []
+    for (start, end, _, parent, _), (first, past) in zip(segments.tolist(), ranges.tolist(), strict=True):
+        own = np.arange(first, past)
+        paths.append(np.concatenate([paths[parent], own]) if parent >= 0 and end > 0 else own)
+        if end > 0:
+            yield start, end, torch.from_numpy(paths[-1])
+
+
+def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Scores [n, m] of queries [n, H, D] with weights [n, H] and keys [m, D]."""
+    return torch.bmm(weights.unsqueeze(1), torch.relu_(query @ key.mT)).squeeze(1)
+
+
+# Attention
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    entry_key: Tensor,
+    entry_value: Tensor,
+    rows: Tensor,
+    entries: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of every token over some tokens and some entries, in one softmax.
+
+    Args:
+        query: [1, Hq, T, D], floating point.
+        key: [1, Hk, T, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
+        value: [1, Hk, T, Dv].
+        entry_key: [1, Hk, E, D].
+        entry_value: [1, Hk, E, Dv].
+        rows: int32 [T, n], the tokens that each token sees; -1 is nothing.
+        entries: int32 [1, T, m], the entries that each token sees; -1 is nothing.
+        scale: factor on q.k.
+        sinks: [Hq], one more logit per head in the softmax's denominator; receives a gradient.
+
+    Returns:
+        [1, Hq, T, Dv] in the dtype of `query`.
+    """
+    behind = torch.where(entries < 0, entries, entries + key.shape[2])
+    # What is nothing comes last, as `sparse_attention` wants it.
+    indices = torch.cat([rows[None], behind], 2).sort(dim=2, descending=True).values
+    keys = torch.cat([key, entry_key], 2)
+    values = keys if value is key and entry_value is entry_key else torch.cat([value, entry_value], 2)
+    return sparse_attention(query, keys, values, indices, scale=scale, sinks=sinks)

@@ -1,0 +1,228 @@
+"""What pools windows of tokens is refused where entries mix, or where a token sees what comes after it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.errors.refusal import WIDTH, Tiny, merged, named, require_refusal, tree_model
+from tree_compile.errors import ControlFlowError, TokenMixingError
+
+M = 4
+
+
+def entries_of(x):
+    windows = x.shape[1] // M
+    return x[:, : windows * M].view(1, windows, M, WIDTH).mean(2)
+
+
+def closed(x):
+    token, entry = torch.arange(x.shape[1]), torch.arange(x.shape[1] // M)
+    return entry < (token[:, None] + 1) // M
+
+
+def near(x, window=5):
+    token = torch.arange(x.shape[1])
+    distance = token[:, None] - token
+    return (distance >= 0) & (distance < window)
+
+
+def attend(model, x, entries, seen, tokens=None):
+    query, key, value = model.heads(x)
+    key, value = (torch.cat([own, entries.unflatten(-1, (2, -1)).transpose(1, 2)], 2) for own in (key, value))
+    seen = seen if seen.dim() == 3 else seen[None]
+    mask = torch.cat([(near(x) if tokens is None else tokens)[None], seen], -1)
+    return merged(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def index_scores(model, x):
+    key = entries_of(model.project[0](x))
+    query = torch.stack([project(x) for project in model.project], 2)
+    return ((query @ key.mT[:, None]).relu() * x[..., :3, None]).sum(2)
+
+
+def chosen(model, x):
+    best = index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, x.shape[1] // M)).indices
+    return torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True) & closed(x)
+
+
+# What is exact
+
+
+def all_entries(model, x, ids):
+    return x + attend(model, x, entries_of(x), closed(x))
+
+
+def entry_before(model, x, ids):
+    entries = entries_of(x)
+    shifted = torch.zeros_like(entries)
+    shifted[:, 1:] = entries[:, :-1]
+    return x + attend(model, x, entries + 2 * shifted, closed(x))
+
+
+def entry_before_by_cat(model, x, ids):
+    entries = entries_of(x)
+    before = torch.cat([model.project[0].bias.expand(1, 1, WIDTH), entries[:, :-1]], 1)
+    return x + attend(model, x, entries * before, closed(x))
+
+
+def difference_of_entries(model, x, ids):
+    entries = entries_of(x)
+    differences = F.pad(entries[:, 1:] - entries[:, :-1], (0, 0, 1, 0), value=2.0)
+    return x + attend(model, x, differences[:, : entries.shape[1]], closed(x))
+
+
+def entry_before_by_pad(model, x, ids):
+    entries = entries_of(x)
+    before = F.pad(entries, (0, 0, 1, 0), value=3.0)[:, : entries.shape[1]]
+    return x + attend(model, x, entries + before, closed(x))
+
+
+@pytest.mark.parametrize(
+    "step", [all_entries, entry_before, entry_before_by_cat, difference_of_entries, entry_before_by_pad]
+)
+def test_entries_and_the_entries_before_them_are_exact(step):
+    model = Tiny(step)
+    tree = tree_model(model)
+    trunk = [at % 5 for at in range(23)]
+    sequences = [trunk, *(trunk[:at] + [7, 8, 9, 10, 11][: at % 6] for at in range(10, 23)), [3], trunk[:6]]
+    for sequence, logits in zip(sequences, tree(sequences), strict=True):
+        if len(sequence) >= 2 * M:
+            torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)
+
+
+# Entries that mix
+
+
+def mean_of_entries(model, x, ids):
+    entries = entries_of(x)
+    return x + attend(model, x, entries - entries.mean(1, keepdim=True), closed(x))
+
+
+def sum_of_entries_so_far(model, x, ids):
+    return x + attend(model, x, entries_of(x).cumsum(1), closed(x))
+
+
+def entries_among_themselves(model, x, ids):
+    entries = entries_of(x)
+    return x + attend(model, x, (entries @ entries.mT).softmax(-1) @ entries, closed(x))
+
+
+def first_entry_for_all(model, x, ids):
+    entries = entries_of(x)
+    return x + attend(model, x, entries + entries[:, :1], closed(x))
+
+
+def entry_after(model, x, ids):
+    entries = entries_of(x)
+    return x + attend(model, x, F.pad(entries[:, 1:], (0, 0, 0, 1)), closed(x))
+
+
+def entry_after_by_writing(model, x, ids):
+    entries = entries_of(x)
+    shifted = torch.zeros_like(entries)
+    shifted[:, :-1] = entries[:, 1:]
+    return x + attend(model, x, shifted, closed(x))
+
+
+def entries_for_their_tokens(model, x, ids):
+    spread = entries_of(x).repeat_interleave(M, 1)
+    return x + F.pad(spread, (0, 0, 0, x.shape[1] - spread.shape[1]))
+
+
+def windows_of_another_start(model, x, ids):
+    windows = x.shape[1] // M
+    pooled = x[:, x.shape[1] - windows * M :].view(1, windows, M, WIDTH).mean(2)
+    return x + attend(model, x, pooled, closed(x))
+
+
+MIXING = [
+    (mean_of_entries, "entries.mean(1, keepdim=True)", "reduces along"),
+    (sum_of_entries_so_far, "entries_of(x).cumsum(1)", "accumulates along"),
+    (entries_among_themselves, "entries @ entries.mT", "relates every token to every other"),
+    (first_entry_for_all, "entries[:, :1]", "cuts or shifts"),
+    (entry_after, "F.pad(entries[:, 1:], (0, 0, 0, 1))", "shifts or extends"),
+    (entry_after_by_writing, "torch.zeros_like(entries)", "some of the tokens only"),
+    (entries_for_their_tokens, "F.pad(spread", "uses the number of tokens"),
+    (windows_of_another_start, "x[:, x.shape[1] - windows * M :]", "cuts or shifts"),
+]
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(MIXING))
+def test_entries_that_mix_are_refused(step, code, why):
+    require_refusal(Tiny(step), TokenMixingError, code, why, __file__)
+
+
+# Entries that are not closed, and other forms
+
+
+def own_window_as_well(model, x, ids):
+    token, entry = torch.arange(x.shape[1]), torch.arange(x.shape[1] // M)
+    return x + attend(model, x, entries_of(x), entry <= token[:, None] // M)
+
+
+def every_entry(model, x, ids):
+    return x + attend(model, x, entries_of(x), torch.ones_like(closed(x)))
+
+
+def chosen_from_all(model, x, ids):
+    best = index_scores(model, x).topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
+def chosen_and_not_closed(model, x, ids):
+    scores = index_scores(model, x).masked_fill(~closed(x), -torch.inf)
+    best = scores.topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True)
+    return x + attend(model, x, entries_of(x), seen)
+
+
+def all_tokens_as_well(model, x, ids):
+    return x + attend(model, x, entries_of(x), closed(x), near(x, window=1 << 20))
+
+
+FORMS = [
+    (own_window_as_well, "scaled_dot_product_attention", "whose windows end at it or before it"),
+    (every_entry, "scaled_dot_product_attention", "whose windows end behind it"),
+    (chosen_from_all, "scaled_dot_product_attention", "chooses among entries whose windows end behind"),
+    (chosen_and_not_closed, "scaled_dot_product_attention", "whose windows end behind it"),
+    (all_tokens_as_well, "scaled_dot_product_attention", "a window of tokens and no others"),
+]
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(FORMS))
+def test_attention_to_entries_that_are_not_closed_is_refused(step, code, why):
+    require_refusal(Tiny(step), TokenMixingError, code, why, __file__)
+
+
+def test_entries_that_an_indexer_chose_are_exact():
+    model = Tiny(lambda model, x, ids: x + attend(model, x, entries_of(x), chosen(model, x)))
+    tree = tree_model(model)
+    sequences = [[at % 6 for at in range(30)], [at % 6 for at in range(17)] + [9] * 12]
+    for sequence, logits in zip(sequences, tree(sequences), strict=True):
+        torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)
+
+
+# Lengths below those of the captured way
+
+
+def another_way_when_short(model, x, ids):
+    if x.shape[1] // M < 2:
+        return x * 2
+    return x + attend(model, x, entries_of(x), closed(x))
+
+
+def test_code_that_takes_another_way_for_short_sequences_is_refused():
+    require_refusal(Tiny(another_way_when_short), ControlFlowError, "x.shape[1] // M < 2", "no one T", __file__)
+
+
+def the_same_when_short(model, x, ids):
+    if x.shape[1] < 20:
+        return x + x
+    return x * 2
+
+
+def test_code_that_computes_the_same_for_short_sequences_is_accepted():
+    model = Tiny(the_same_when_short)
+    for sequence, logits in zip([[1], [2] * 25, [2] * 10], tree_model(model)([[1], [2] * 25, [2] * 10]), strict=True):
+        torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)

@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL_APART := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target
 PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
 # The others are imported by these.
@@ -43,11 +44,11 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
 
-# In a folder of their own: transformers would call kernels that it finds, and they need a GPU.
+# In folders of their own: transformers would call kernels that it finds, and they need a GPU; so would fla tilelang.
 $(VENV)/.installed-kernels: constraints.txt | $(BIN)/python
-	rm -rf $(VENV)/kernels
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
-		--target $(VENV)/kernels fla-core triton einops
+	rm -rf $(VENV)/kernels $(VENV)/tilelang
+	$(INSTALL_APART) $(VENV)/kernels fla-core triton einops
+	$(INSTALL_APART) $(VENV)/tilelang tilelang apache-tvm-ffi cloudpickle ml-dtypes psutil z3-solver
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python

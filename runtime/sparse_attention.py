@@ -1,4 +1,7 @@
-"""Attention over the rows that an index list names: gathered in chunks of queries, never T x T."""
+"""Attention over the rows that an index list names, never T x T.
+
+On Hopper GPUs kernels read the rows where they lie (`sparse_kernels`); elsewhere they are gathered in chunks of queries.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from tree_compile.runtime import sparse_kernels
 
 __all__ = ["sparse_attention"]
 
@@ -74,6 +79,8 @@ def sparse_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """The output [1, Hq, T, Dv] and the log-sum-exp [1, Hq, T] of the scores and the sink."""
     out, lse = _empty_outputs(query, value)
+    if sparse_kernels.kernels_can(query, key, value):
+        return _by_kernels(query, key, value, indices, sinks, scale, out, lse)
     inputs, sink = _grouped(query, key, value), _grouped_sinks(sinks, key.shape[1], lse.dtype)
     grouped_out, grouped_lse = _per_key_head(out, key.shape[1]), _per_key_head(lse[..., None], key.shape[1])
     for rows, index in _chunks(indices[0], inputs):
@@ -83,6 +90,25 @@ def sparse_attention_op(
         grouped_out[:, rows] = _weights(scores, total) @ _take(inputs.value, index)
         grouped_lse[:, rows] = total
     return out, lse
+
+
+def _by_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Fills `out` and `lse`; a sink is one more logit, which the kernels know nothing of."""
+    found, total = sparse_kernels.forward(query, key, value, indices.int(), scale)
+    if sinks is not None:
+        sink = sinks.to(lse.dtype)[None, :, None]
+        found = found * torch.sigmoid(total - sink).unsqueeze(-1)
+        total = torch.logaddexp(total, sink)
+    return out.copy_(found), lse.copy_(total)
 
 
 @sparse_attention_op.register_fake
@@ -103,6 +129,10 @@ def _backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last has no entries where there are no sinks."""
+    to_sinks = _sink_gradient(grad, out, lse, sinks)
+    if sparse_kernels.kernels_can(query, key, value):
+        found = sparse_kernels.backward(grad, query, key, value, indices.int(), scale, out, lse)
+        return *_like(found, query, key, value), to_sinks
     heads = key.shape[1]
     inputs = _grouped(query, key, value)
     totals = _Inputs(*(torch.zeros_like(tensor) for tensor in inputs))
@@ -114,7 +144,8 @@ def _backward_op(
         slope = weights * (part @ _take(inputs.value, index).mT - (part * outs[:, rows]).sum(-1, keepdim=True)) * scale
         totals.query[:, rows] = slope @ _take(inputs.key, index)
         _add(totals.key, index, slope.mT @ inputs.query[:, rows])
-    return *_ungrouped(totals, query, key, value), _sink_gradient(grad, out, lse, sinks)
+    found = totals.query.transpose(1, 2).flatten(0, 1)[None], totals.key[None], totals.value[None]
+    return *_like(found, query, key, value), to_sinks
 
 
 @_backward_op.register_fake
@@ -208,11 +239,11 @@ def _grouped_sinks(sinks: Tensor | None, heads: int, dtype: torch.dtype) -> Tens
     return None if sinks is None else sinks.to(dtype).view(heads, 1, -1, 1)
 
 
-def _ungrouped(totals: _Inputs, *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [1, heads, N, width] in the dtype and layout of `like`."""
-    to_query, to_key, to_value = (_empty_heads(tensor, tensor.shape[3]) for tensor in like)
-    to_query[0] = totals.query.transpose(1, 2).flatten(0, 1)
-    to_key[0], to_value[0] = totals.key, totals.value
+def _like(found: tuple[Tensor, Tensor, Tensor], *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in the dtype of the inputs, and in the layout that is promised for them."""
+    to_query, to_key, to_value = (
+        _empty_heads(tensor, tensor.shape[3]).copy_(gradient) for gradient, tensor in zip(found, inputs, strict=True)
+    )
     return to_query, to_key, to_value
 
 

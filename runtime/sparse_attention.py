@@ -1,6 +1,6 @@
 """Attention over the rows that an index list names, never T x T.
 
-On Hopper GPUs kernels read the rows where they lie (`sparse_kernels`); elsewhere they are gathered in chunks of queries.
+On Hopper GPUs kernels read the rows where they lie (`sparse_kernels`); elsewhere chunks of queries gather them.
 """
 
 from __future__ import annotations

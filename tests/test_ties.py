@@ -1,0 +1,35 @@
+"""The unpacked model is compared as if it took the earliest of equal scores."""
+
+import pytest
+import torch
+
+from tests.differential.test_sparse import VOCABULARY
+from tests.differential.trees import random_sequences
+from tree_compile import treecompile
+from tree_compile.ties import EarliestOfEquals
+from tree_compile.tiny import tiny_model
+
+
+def test_earliest_of_equal_scores_is_taken():
+    scores = torch.zeros(1, 40, 40)
+    with EarliestOfEquals(40):
+        for found in (scores.topk(3), torch.topk(scores, 3, dim=-1), torch.topk(input=scores, k=3)):
+            assert bool((found.indices == torch.arange(3)).all())
+            assert bool((found.values == 0).all())
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((40, 8), 40), ((1, 40, 8), 30)])
+def test_other_selections_are_those_of_torch(shape, tokens):
+    scores = torch.randint(0, 2, shape).float()
+    with EarliestOfEquals(tokens):
+        found = scores.topk(3)
+    assert torch.equal(found.indices, scores.topk(3).indices)
+
+
+def test_model_whose_scores_are_all_equal_is_equal_to_the_unpacked_model():
+    model = tiny_model("deepseek_v32", index_n_heads=32, experts_implementation="batched_mm").eval()
+    for name, parameter in model.named_parameters():
+        if "weights_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
+    assert tree_model.check(random_sequences(1, VOCABULARY)).ok

@@ -1,0 +1,43 @@
+"""Equal scores of an indexer: torch leaves open which of them `topk` takes, a tree model takes the earliest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class EarliestOfEquals(TorchFunctionMode):
+    """Lets every selection of keys in a model take the earliest of equal scores.
+
+    Scores are often equal: to 0, where `relu` has cut off all heads, as for a padding token whose embedding is 0. The
+    unpacked model is compared under this mode, since its own choice is no better than another.
+
+    Args:
+        tokens: the length of the sequence; a selection of keys is one from scores [batch, …, tokens, keys].
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in (torch.topk, Tensor.topk):
+            named = {"scores" if name == "input" else name: value for name, value in given.items()}
+            if self._chooses_keys(*args, **named):
+                return _topk(*args, **named)
+        return func(*args, **given)
+
+    def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
+        return largest and dim in (-1, scores.dim() - 1) and scores.dim() > 2 and scores.shape[-2] == self._tokens
+
+
+def _topk(scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:
+    ordered = scores.sort(dim=-1, descending=True, stable=True)
+    return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))

@@ -48,7 +48,9 @@ from tree_compile.passes.source import (
     source_line,
 )
 from tree_compile.patches import replaced
+from tree_compile.questions import answered_as_outside
 from tree_compile.rehearsal import untouched
+from tree_compile.swallowed import nothing_swallowed
 from tree_compile.unpacked import Unpacked, own_random_numbers
 from tree_compile.watch import watching
 
@@ -173,6 +175,7 @@ def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedPr
         with (
             _quiet(), _lines_of_the_model(fixed), _lines_of_data(detached), capturable(flat.model),
             kept_whole(flat.model), watching(flat.model), own_random_numbers(flat.unpacked.device),
+            answered_as_outside(), nothing_swallowed(),
         ):  # fmt: skip
             return torch.export.export(flat, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:

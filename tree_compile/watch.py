@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from tree_compile.errors import LostGradientError, TokenMixingError
-from tree_compile.passes.source import line_of_stack
-from tree_compile.patches import original_of, replaced
+from tree_compile.errors import LostGradientError, StatefulModelError, TokenMixingError
+from tree_compile.passes.source import is_users, line_of_stack
+from tree_compile.patches import original_of, recoded, replaced
 
+_INITIAL_SEED: Any = torch.random.initial_seed
 _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
 """Functions whose hand-written backward is the derivative of their forward, so that it may be dropped."""
 
@@ -23,10 +25,12 @@ _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction
 def watching(model: nn.Module) -> Iterator[None]:
     """Refuses hooks on gradients and saved tensors, hand-written backwards, recurrent layers, and lost switches.
 
-    Lost are inference mode, and switches of gradients inside of regions with another autocast.
+    Lost are inference mode, and switches of gradients inside of regions with another autocast; refused are also
+    questions whose answers change in every step of a training.
 
     Raises:
         LostGradientError: the model changes gradients in a way that a captured graph does not keep.
+        StatefulModelError: the model asks for the gradient of a tensor, how often it was changed, or for the seed.
         TokenMixingError: a recurrent layer carries a state from token to token.
     """
     _require_no_backward_hooks(model)
@@ -44,6 +48,9 @@ def watching(model: nn.Module) -> Iterator[None]:
             replaced(torch.autocast, "__exit__", _left(torch.autocast.__exit__, entered)),
             replaced(torch.set_grad_enabled, "__init__", _refuse_switch(torch.set_grad_enabled.__init__, entered)),
             replaced(torch.enable_grad, "__enter__", _refuse_switch(torch.enable_grad.__enter__, entered)),
+            replaced(Tensor, "grad", _refused_attribute("grad", "the gradient of a tensor")),
+            replaced(Tensor, "_version", _refused_attribute("_version", "how often a tensor was changed")),
+            recoded(_INITIAL_SEED, _refuse_seed),
         ):
             yield
     finally:
@@ -137,6 +144,33 @@ def _refuse_switch(switch: Callable[..., Any], entered: list[bool]) -> Callable[
         )
 
     return refuse
+
+
+def _refused_attribute(name: str, meaning: str) -> property:
+    attribute: Any = vars(torch._C.TensorBase)[name]
+
+    def get(tensor: Tensor) -> Any:
+        # The caller is before the frame of the replacement.
+        if is_users(sys._getframe(2).f_code.co_filename):
+            raise _asks_for(meaning)
+        return attribute.__get__(tensor)
+
+    return property(get, getattr(attribute, "__set__", None))
+
+
+def _refuse_seed() -> int:
+    if is_users(sys._getframe(2).f_code.co_filename):
+        raise _asks_for("the seed of the random numbers")
+    return torch.default_generator.initial_seed()
+
+
+def _asks_for(meaning: str) -> StatefulModelError:
+    return StatefulModelError(
+        f"The model asks for {meaning}.",
+        where=line_of_stack(),
+        why="the answer changes from step to step, and a captured graph keeps one.",
+        hint="ask for an attribute of the model, which the training loop sets.",
+    )
 
 
 def _refuse_saved_tensors_hooks(enter: Callable[..., Any]) -> Callable[..., Any]:

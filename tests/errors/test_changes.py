@@ -9,6 +9,7 @@ import logging
 import pstats
 import random
 import re
+import threading
 import time
 import timeit
 from collections import deque
@@ -399,6 +400,42 @@ def caches_without_gradients(model, x, ids):
 def test_model_that_asks_whether_gradients_are_needed_is_refused(step, found):
     with pytest.raises(StatefulModelError, match=re.escape(found)):
         tree_model(Tiny(step)).explain()
+
+
+def asks_for_a_gradient(model, x, ids):
+    return x * 2 if model.gain.grad is None else x
+
+
+def asks_for_the_version(model, x, ids):
+    return x * (1 + model.gain._version)
+
+
+def asks_for_the_seed(model, x, ids):
+    return x * (torch.initial_seed() % 2)
+
+
+OF_TRAINING = [
+    (asks_for_a_gradient, "model.gain.grad"),
+    (asks_for_the_version, "model.gain._version"),
+    (asks_for_the_seed, "torch.initial_seed()"),
+]
+
+
+@pytest.mark.parametrize(("step", "code"), named(OF_TRAINING))
+def test_model_that_asks_what_changes_in_every_step_is_refused(step, code):
+    require_refusal(Tiny(step), StatefulModelError, code, "changes from step to step", __file__)
+
+
+COUNTS = threading.local()
+
+
+def counts_in_its_thread(model, x, ids):
+    COUNTS.calls = getattr(COUNTS, "calls", 0) + 1
+    return x * COUNTS.calls
+
+
+def test_counter_of_a_thread_is_refused():
+    require_refusal(Tiny(counts_in_its_thread), StatefulModelError, "COUNTS.calls = ", "changes nothing", __file__)
 
 
 def in_the_default_dtype(model, x, ids):

@@ -1,8 +1,11 @@
 """What depends on the number of tokens, or on the values of tokens, is refused."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
 from tree_compile.capture import _same_at
@@ -10,6 +13,7 @@ from tree_compile.errors import (
     CaptureError,
     ControlFlowError,
     LengthDependentError,
+    LostGradientError,
     SelfCheckError,
     SequenceTooLongError,
     TokenMixingError,
@@ -83,6 +87,83 @@ ONE_LENGTH = [
 @pytest.mark.parametrize(("step", "code", "why"), named(ONE_LENGTH))
 def test_control_flow_is_refused(step, code, why):
     require_refusal(Tiny(step), ControlFlowError, code, why, __file__)
+
+
+# A branch that the model hides from a capture
+
+
+def outside_of_a_capture(model, x, ids):
+    return x * 2 if not torch.compiler.is_compiling() and (ids == 31).any() else x
+
+
+def outside_of_an_export(model, x, ids):
+    return x if torch.compiler.is_exporting() or not (ids == 31).any() else x * 2
+
+
+def asked_by_an_old_name(model, x, ids):
+    return x if torch._dynamo.is_compiling() or not (ids == 31).any() else x * 2
+
+
+def asked_by_transformers(model, x, ids):
+    return x if is_torchdynamo_compiling() or not (ids == 31).any() else x * 2
+
+
+def in_a_try(model, x, ids):
+    try:
+        if (ids == 31).any():
+            return x * 2
+    except Exception:
+        pass
+    return x
+
+
+def with_errors_suppressed(model, x, ids):
+    with contextlib.suppress(RuntimeError):
+        return x * ids.max().item() if ids.max().item() > 30 else x
+    return x
+
+
+def choice_in_a_try(model, x, ids):
+    try:
+        return x + torch.where(ids == 31)[0].tolist()[0]
+    except Exception:
+        return x
+
+
+HIDDEN = [
+    (outside_of_a_capture, "is_compiling()", "one way through the code"),
+    (outside_of_an_export, "is_exporting()", "one way through the code"),
+    (asked_by_an_old_name, "is_compiling()", "one way through the code"),
+    (asked_by_transformers, "is_torchdynamo_compiling()", "one way through the code"),
+    (in_a_try, "if (ids == 31).any()", "one way through the code"),
+    (with_errors_suppressed, "ids.max().item() > 30", "one way through the code"),
+    (choice_in_a_try, "torch.where(ids == 31)", "one way through the code"),
+]
+
+
+@pytest.mark.parametrize(("step", "code", "why"), named(HIDDEN))
+def test_branch_that_is_hidden_from_a_capture_is_refused(step, code, why):
+    require_refusal(Tiny(step), ControlFlowError, code, why, __file__)
+
+
+def doubled_in_a_capture(model, x, ids):
+    return x * 2 if torch.compiler.is_compiling() else x
+
+
+def test_branch_for_captures_is_that_of_the_unpacked_model():
+    assert tree_model(Tiny(doubled_in_a_capture)).check().ok
+
+
+def hook_in_a_try(model, x, ids):
+    with contextlib.suppress(Exception):
+        x = x * 1
+        x.register_hook(lambda gradient: gradient * 2)
+    return x
+
+
+def test_refusal_that_the_model_catches_is_raised():
+    why = "torch.export drops the hook"
+    require_refusal(Tiny(hook_in_a_try), LostGradientError, "x.register_hook", why, __file__)
 
 
 def test_control_flow_on_values_prints_nothing(capfd):

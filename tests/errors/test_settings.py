@@ -1,9 +1,15 @@
 """Whatever a model computes with is seen when it changes, wherever it is kept."""
 
+import enum
 import functools
+import importlib
 import sys
+import threading
 import types
-from collections import deque
+import weakref
+from collections import UserDict, UserList, defaultdict, deque, namedtuple
+from contextvars import ContextVar
+from ctypes import c_double, c_int
 from fractions import Fraction
 
 import numpy as np
@@ -177,6 +183,133 @@ def test_change_outside_of_the_attributes_is_seen(name):
     CHANGES[name](model)
     assert state_of(model) != before
     require_equal(tree)
+
+
+OF_A_THREAD, IN_CONTEXT = threading.local(), ContextVar("a scale", default=1.0)
+
+
+class Options(dict):
+    scale = 1.0
+
+
+class Pair(namedtuple("Pair", "first")):
+    __slots__ = ()
+    scale = 1.0
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+class Special:
+    __scale__ = _abc_scale = scale = 1.0
+
+
+class Endless:
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.scale
+
+
+class Number(float):
+    pass
+
+
+class Part(Special):
+    pass
+
+
+settings.Part, Part.__module__ = Part, settings.__name__
+OPTIONS, LIST, DICT, PAIR, SPECIAL = Options(hidden=8), UserList([1]), UserDict(hidden=8), Pair(1), Special()
+LONG, ENDLESS, NUMBER, WEAK = Options.fromkeys(range(70)), Endless(), Number(2), weakref.ref(SPECIAL)
+PROXY, KEYS, OF_C, NUMBERS_OF_C, MADE = weakref.proxy(SPECIAL), [{1: 0}], c_double(1), (c_int * 2)(), defaultdict(int)
+OF_A_THREAD.scale = LIST.scale = DICT.scale = LONG.scale = ENDLESS.scale = NUMBER.scale = Kind.ONE.scale = 1.0
+READ = {
+    "attribute of a thread": (lambda: OF_A_THREAD.scale, lambda: (OF_A_THREAD, "scale")),
+    "module by getattr": (lambda: getattr(settings, "SCALE", 1.0), lambda: (settings, "SCALE")),
+    "module by vars": (lambda: vars(settings)["SCALE"], lambda: (settings, "SCALE")),
+    "module by __dict__": (lambda: settings.__dict__["SCALE"], lambda: (settings, "SCALE")),
+    "module by import_module": (
+        lambda: importlib.import_module("settings_of_the_model").SCALE,
+        lambda: (settings, "SCALE"),
+    ),
+    "module by sys.modules": (
+        lambda: sys.modules["settings_of_the_model.inner"].SCALE,
+        lambda: (settings.inner, "SCALE"),
+    ),
+    "function by getattr": (lambda: getattr(settings, "gate")(1), lambda: (settings, "LEVEL")),  # noqa: B009
+    "class by getattr": (lambda: getattr(settings, "Part").scale, lambda: (Part, "scale")),  # noqa: B009
+    "attribute of a dict": (lambda: OPTIONS.scale, lambda: (OPTIONS, "scale")),
+    "attribute of a long dict": (lambda: LONG.scale, lambda: (LONG, "scale")),
+    "class of a dict": (lambda: OPTIONS.scale, lambda: (Options, "scale")),
+    "UserList": (lambda: LIST.scale, lambda: (LIST, "scale")),
+    "UserDict": (lambda: DICT.scale, lambda: (DICT, "scale")),
+    "named tuple": (lambda: PAIR.scale, lambda: (Pair, "scale")),
+    "number": (lambda: NUMBER.scale, lambda: (NUMBER, "scale")),
+    "iterator": (lambda: next(ENDLESS), lambda: (ENDLESS, "scale")),
+    "member of an enum": (lambda: Kind.ONE.scale, lambda: (Kind.ONE, "scale")),
+    "weak reference": (lambda: WEAK().scale, lambda: (SPECIAL, "scale")),
+    "weak proxy": (lambda: PROXY.scale, lambda: (SPECIAL, "scale")),
+    "special name": (lambda: SPECIAL.__scale__, lambda: (Special, "__scale__")),
+    "name as of an abstract class": (lambda: SPECIAL._abc_scale, lambda: (Special, "_abc_scale")),
+    "number of C": (lambda: OF_C.value, lambda: (OF_C, "value")),
+    "factory": (lambda: MADE[0], lambda: (MADE, "default_factory")),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_attribute_that_is_kept_anywhere_is_seen(name, monkeypatch):
+    scale, place = READ[name]
+    model = Tiny(lambda model, x, ids: x * scale())
+    before = state_of(model)
+    assert state_of(model) == before
+    monkeypatch.setattr(*place(), 7.0 if name != "factory" else float)
+    assert state_of(model) != before
+
+
+def transpose(model):
+    model.project[0].weight.data = model.project[0].weight.data.mT
+
+
+OTHER_CHANGES = {
+    "context variable": (lambda model: IN_CONTEXT.get(), lambda model: IN_CONTEXT.set(2.0)),
+    "type of a key": (lambda model: KEYS[0][1], lambda model: KEYS.__setitem__(0, {"1": 0})),
+    "array of C": (lambda model: NUMBERS_OF_C[0], lambda model: NUMBERS_OF_C.__setitem__(0, NUMBERS_OF_C[0] + 1)),
+    "attribute of a buffer": (lambda model: model.table.scale, lambda model: setattr(model.table, "scale", 2.0)),
+    "attribute of a parameter": (lambda model: model.gain.scale, lambda model: setattr(model.gain, "scale", 2.0)),
+    "layout of a parameter": (lambda model: model.project[0].weight.is_contiguous(), transpose),
+    "switch of torch": (
+        lambda model: torch.backends.mkldnn.enabled,
+        lambda model: torch.backends.mkldnn.set_flags(not torch.backends.mkldnn.enabled),
+    ),
+    "threads": (lambda model: torch.get_num_threads(), lambda model: torch.set_num_threads(3)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CHANGES)
+def test_other_change_is_seen(name):
+    asked, change = OTHER_CHANGES[name]
+    model, threads = Tiny(lambda model, x, ids: x * asked(model)), torch.get_num_threads()
+    before = state_of(model)
+    assert state_of(model) == before
+    try:
+        with torch.backends.mkldnn.flags(enabled=True):
+            change(model)
+            assert state_of(model) != before
+    finally:
+        torch.set_num_threads(threads)
+
+
+step_of_the_loop = 0
+
+
+def test_variable_that_is_called_like_an_attribute_is_left_alone(monkeypatch):
+    model = Tiny(lambda model, x, ids: x * model.step_of_the_loop)
+    before = state_of(model)
+    monkeypatch.setitem(globals(), "step_of_the_loop", 1)
+    assert state_of(model) == before
 
 
 def test_hook_of_all_modules_is_seen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,17 +55,17 @@ class RewriteWindowAttention:
 
     def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         symbol = token_symbol(graph_module.graph)
-        findings = []
+        findings: list[Finding] = []
         for node in list(graph_module.graph.nodes):
             if window := _windows_among_keys(node, symbol):
                 reader = WindowReader(graph_module, self.statics, symbol, window)
                 try:
-                    findings.append(self._replace(graph_module.graph, node, reader))
+                    findings += self._replace(graph_module.graph, node, reader)
                 except (NoMatch, NotCausal, SeesNothing) as error:
                     raise _unknown(node, str(error)) from None
         return tuple(findings)
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> Finding:
+    def _replace(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> Iterator[Finding]:
         masks = _masks(graph, reader)
         pairs = {mask: Pair(()) for mask in masks}
         statics = replace(self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs})
@@ -72,7 +73,8 @@ class RewriteWindowAttention:
         if match.dropout:
             raise _dropout(match.dropout, source_line(node))
         scores = match.scores
-        if scores.softcap or scores.factors or scores.key_biases or scores.causal or len(scores.masks) != 1:
+        more = (scores.softcap, scores.factors, scores.key_biases, scores.causal, scores.chosen)
+        if any(more) or len(scores.masks) != 1:
             raise NoMatch("its scores are more than products, one mask and a sink")
         mask = scores.masks[0]
         of_tokens, of_entries = masks[mask.node]
@@ -84,7 +86,10 @@ class RewriteWindowAttention:
             replacement = self._emit(graph, match, reader, near, seen)
         match.output.replace_all_uses_with(replacement)
         graph.erase_node(match.output)
-        return Finding(
+        if seen.chosen is not None:
+            became = f"topk_entries, {reader.how_many(seen.chosen)} of the entries on every token's path"
+            yield Finding("indexer", became, source_line(seen.chosen), module_path(seen.chosen))
+        yield Finding(
             "attention", _description(reader, near, seen), source_line(match.output), module_path(match.output)
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,12 +20,9 @@ from tree_compile.programs import Program, make_program
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
+from tree_compile.short_lengths import GRADIENT_ROUNDING, smallest_parameters
 from tree_compile.ties import EarliestOfEquals
 from tree_compile.unpacked import Unpacked, own_autocast_cache
-
-_GRADIENT_ROUNDING = 10
-"""A gradient is a sum of more terms than an output."""
-_MOST_GRADIENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class CheckReport:
     @property
     def gradient_tolerance(self) -> float:
         """What is allowed for gradients."""
-        return _GRADIENT_ROUNDING * self.tolerance
+        return GRADIENT_ROUNDING * self.tolerance
 
     @property
     def outputs_ok(self) -> bool:
@@ -233,16 +229,11 @@ def self_check(unpacked: Unpacked, program: Program) -> None:
         SelfCheckError: they differ by more than rounding.
     """
     plan = plan_rows(small_tree(program, unpacked.input_names), min_shared_tokens=1)
-    report = compare(unpacked, plan, program.run_uncompiled, program, _smallest(trained_parameters(unpacked.model)))
+    report = compare(
+        unpacked, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(unpacked.model))
+    )
     if not report.ok:
         raise _differs(report)
-
-
-def _smallest(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """As many as fit into memory beside a large model, the smallest first; the gradients of all pass through theirs."""
-    by_size = sorted(parameters.items(), key=lambda item: item[1].numel())
-    totals = itertools.accumulate(parameter.numel() for _, parameter in by_size)
-    return {name: p for (name, p), total in zip(by_size, totals, strict=True) if total <= _MOST_GRADIENTS}
 
 
 def _differs(report: CheckReport) -> SelfCheckError:

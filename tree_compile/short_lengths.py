@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,8 @@ from tree_compile.unpacked import Unpacked, own_autocast_cache
 if TYPE_CHECKING:
     from tree_compile.pipeline import Rewritten
 
-_GRADIENT_ROUNDING = 10
+GRADIENT_ROUNDING = 10
+"""A gradient is a sum of more terms than an output."""
 _MOST_GRADIENTS = 1 << 26
 
 
@@ -36,7 +38,7 @@ def same_when_short(unpacked: Unpacked, rewritten: Rewritten) -> bool:
         sides = _Sides(unpacked, rewritten, tokens)
         try:
             return sides.outputs_differ() <= allowed and all(
-                sides.gradients_differ(length) <= _GRADIENT_ROUNDING * allowed
+                sides.gradients_differ(length) <= GRADIENT_ROUNDING * allowed
                 for length in sorted(turns)
                 if 0 < length < short.least
             )
@@ -58,7 +60,8 @@ class _Sides:
         return relative_difference([[part[:length] for part in row] for length in lengths], alone)
 
     def gradients_differ(self, length: int) -> float:
-        parameters = _smallest(self._unpacked.model.parameters())
+        trained = {name: p for name, p in self._unpacked.model.named_parameters() if p.requires_grad}
+        parameters = list(smallest_parameters(trained).values())
         with torch.enable_grad():
             found, expected = (_gradients(side(length), parameters) for side in (self._in_row, self._alone))
         return relative_difference([found], [expected])
@@ -85,15 +88,11 @@ class _Sides:
         return [part[0] if batch else part for part, batch in zip(parts, self._rewritten.batched, strict=True)]
 
 
-def _smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """As many as fit into memory beside a large model; the gradients of all others pass through theirs."""
-    kept, total = [], 0
-    for parameter in sorted((p for p in parameters if p.requires_grad), key=torch.numel):
-        total += parameter.numel()
-        if total > _MOST_GRADIENTS:
-            break
-        kept.append(parameter)
-    return kept
+def smallest_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """As many as fit into memory beside a large model, the smallest first; the gradients of all pass through theirs."""
+    by_size = sorted(parameters.items(), key=lambda item: item[1].numel())
+    totals = itertools.accumulate(parameter.numel() for _, parameter in by_size)
+    return {name: p for (name, p), total in zip(by_size, totals, strict=True) if total <= _MOST_GRADIENTS}
 
 
 def _gradients(parts: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -33,12 +33,12 @@ VOCABULARY = 128
 LARGE_WINDOW = 12
 
 
-def compressed() -> nn.Module:
+def compressed(entries_per_token: int = 3) -> nn.Module:
     torch.manual_seed(0)
     model = Compressed(
         CompressedConfig(
             vocab_size=VOCABULARY, width=32, head_width=8, index_width=6, hidden=24, sliding_window=6,
-            large_window=LARGE_WINDOW, entries_per_token=3,
+            large_window=LARGE_WINDOW, entries_per_token=entries_per_token,
         )
     )  # fmt: skip
     for parameter in model.parameters():
@@ -151,3 +151,13 @@ def test_compiled_blocks_equal_the_unpacked_model() -> None:
     assert output_difference(reference, result) < FLOAT32_TOLERANCE
     assert gradient_difference(reference, result) < FLOAT32_TOLERANCE
     assert output_difference(reference, without_rewrite) > 100 * FLOAT32_TOLERANCE
+
+
+def test_half_precision_and_autocast_are_within_their_rounding() -> None:
+    """With all entries seen: which of them score best is a matter of rounding."""
+    sequences = random_sequences(8, VOCABULARY)
+    half = treecompile(compressed(64).bfloat16().eval(), min_shared_tokens=1, backend="eager")
+    assert half.check(sequences).greatest_output_difference < 6e-2
+    tree_model = treecompile(compressed(64).eval(), min_shared_tokens=1, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tree_model.check(sequences).greatest_output_difference < 6e-2

@@ -17,12 +17,13 @@ from tree_compile import Row, TreeModel, plan_rows, treecompile
 from tree_compile.tiny import tiny_model
 
 VOCABULARY = 128
-FAMILIES = ("llama", "mistral", "gpt_oss", "llama4_text", "bloom")
+FAMILIES = ("llama", "mistral", "gpt_oss", "llama4_text", "bloom", "deepseek_v32")
+WITH_EXPERTS = ("gpt_oss", "deepseek_v32")
 
 
 @cache
 def tree_model_of(name: str) -> TreeModel:
-    model = tiny_model(name, **({"experts_implementation": "batched_mm"} if name == "gpt_oss" else {}))
+    model = tiny_model(name, **({"experts_implementation": "batched_mm"} if name in WITH_EXPERTS else {}))
     return treecompile(model.double().eval(), backend="eager")
 
 

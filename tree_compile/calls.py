@@ -94,7 +94,7 @@ def check_not_wrapped(model: Any) -> None:
     Raises:
         CaptureError: parameters are on the meta device.
         TypeError: `model` is not a module.
-        WrappedModelError: names the wrapper.
+        WrappedModelError: names the wrapper, or plain tensors are in the place of parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"treecompile takes a torch.nn.Module, not {type(model).__name__}")
@@ -106,6 +106,8 @@ def check_not_wrapped(model: Any) -> None:
                 why="its hooks would be captured, or left out, together with the model.",
                 hint=_UNWRAPPED[wrapper],
             )
+    if any(_is_no_parameter(parameter) for module in model.modules() for parameter in module._parameters.values()):
+        raise _replaced_parameters()
     _check_parameters(model)
 
 
@@ -126,16 +128,29 @@ def _wrapper(module: nn.Module) -> str:
     found = next((name for name in known if name in names), "")
     if module._compiled_call_impl is not None:
         found = "OptimizedModule"
-    if any(_is_of_fsdp1(parameter) for parameter in module._parameters.values()):
+    if any(_is_of_fsdp1(module, parameter) for parameter in module._parameters.values()):
         found = "FullyShardedDataParallel"
     if (type(module).__module__, type(module).__name__) == ("tree_compile.api", "TreeModel"):
         found = "treecompile"
     return {"FSDPModule": "fully_shard", "OptimizedModule": "torch.compile"}.get(found, found)
 
 
-def _is_of_fsdp1(parameter: Any) -> bool:
+def _is_of_fsdp1(module: nn.Module, parameter: Any) -> bool:
     """Whether it is flat, or a part of a flat one that stands in a parameter's place."""
-    return hasattr(parameter, "_is_flat_param") or not isinstance(parameter, (nn.Parameter, type(None)))
+    is_managed = getattr(module, "_is_fsdp_managed_module", False)
+    return hasattr(parameter, "_is_flat_param") or (is_managed and _is_no_parameter(parameter))
+
+
+def _is_no_parameter(parameter: Any) -> bool:
+    return not isinstance(parameter, (nn.Parameter, type(None)))
+
+
+def _replaced_parameters() -> WrappedModelError:
+    return WrappedModelError(
+        "Plain tensors stand in the place of the model's parameters, as torch.func.functional_call puts them there.",
+        why="the graph of a tree model computes with the model's own parameters.",
+        hint="call the tree model itself, and take torch.autograd.grad(loss, list(tree_model.parameters())).",
+    )
 
 
 def _check_parameters(model: nn.Module) -> None:

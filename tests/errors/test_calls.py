@@ -178,6 +178,27 @@ def test_tree_model_inside_of_fsdp1_is_refused(process_group, original):
         wrapped(SEQUENCES)
 
 
+def loss_with(tree, tensors):
+    return torch.func.functional_call(tree, tensors, (SEQUENCES,))[0].sum()
+
+
+@pytest.mark.parametrize("call", [loss_with, lambda tree, tensors: torch.func.grad(loss_with, 1)(tree, tensors)])
+def test_functional_call_with_plain_tensors_is_refused(call):
+    tree = treecompile(plain(), backend="eager")
+    with pytest.raises(WrappedModelError, match="functional_call"):
+        call(tree, {name: parameter.detach() for name, parameter in tree.named_parameters()})
+
+
+def test_functional_call_with_parameters_is_exact():
+    model = plain().double()
+    tree = treecompile(model, min_shared_tokens=1, backend="eager")
+    tree(SEQUENCES)
+    others = {name: nn.Parameter(2 * parameter.detach()) for name, parameter in model.named_parameters()}
+    out = torch.func.functional_call(tree, others, (SEQUENCES,))
+    expected = torch.func.functional_call(model, others, (torch.tensor([SEQUENCES[1]]),))
+    torch.testing.assert_close(out[1], expected[0])
+
+
 def test_ddp_finds_the_parameters_that_are_not_used(process_group):
     model = plain()
     wrapped = nn.parallel.DistributedDataParallel(

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
+from tree_compile.foreign import without_gradients_of_embeddings
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -75,9 +76,11 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH) -> Rewritten:
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
-        rehearsal = rehearse(unpacked)
+        with without_gradients_of_embeddings(unpacked.model):
+            rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
-            captured = capture(unpacked, rehearsal.example)
+            with without_gradients_of_embeddings(unpacked.model):
+                captured = capture(unpacked, rehearsal.example)
             with _unless_more_telling(captured.control_flow):
                 return rewrite(captured, reach)
 

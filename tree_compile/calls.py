@@ -34,11 +34,15 @@ _HINTS = {
     "past_key_values": "leave it out: sequences are passed whole.",
     "inputs_embeds": "pass token ids.",
     "use_cache": "leave it out: use_cache=False is implied.",
+    "input_ids": "pass them as the first argument, model([tokens, …]), without padding; with payloads, "
+    "model({'input_ids': [tokens, …], 'a_payload': [values, …]}).",
 }
 _WHY = {
     "labels": "the model would mix the losses of all sequences of a row, and count shared tokens once.",
     "logits_to_keep": "the last tokens of a row are not the last tokens of its sequences.",
     "num_logits_to_keep": "the last tokens of a row are not the last tokens of its sequences.",
+    "use_cache": "sequences are computed whole, so nothing is kept for a next call.",
+    "input_ids": "a call takes the sequences by position, as a list.",
 }
 _WHY_OTHERS = "it describes one padded batch, which a tree of sequences is not."
 

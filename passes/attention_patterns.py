@@ -136,6 +136,7 @@ _SAME_VALUES = {
 
 _LEAST = {aten.maximum.default, aten.max.other, aten.clamp_min.default, aten.clamp.default}
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
+_MAXIMA = (aten.amax.default, aten.max.dim)
 _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, *_DIVISIONS}
 
 
@@ -182,8 +183,20 @@ def _read_scores(softmax: fx.Node, statics: StaticValues) -> tuple[Scores, Opera
 def _require_one_use(scores: Any, below: fx.Node) -> None:
     """Scores are gone once the attention is rewritten, so nothing else may read them, apart from their maximum."""
     for user in scores.users if isinstance(scores, fx.Node) else ():
-        if user is not below and user.target not in (aten.amax.default, aten.max.dim) and is_tensor(user):
+        if user is not below and not _is_maximum(user) and is_tensor(user):
             raise NoMatch(f"its scores are used by {shown_name(user)} as well, and not for the weights alone")
+
+
+def _is_maximum(user: fx.Node) -> bool:
+    if user.target is aten.detach.default:
+        return all(map(_is_maximum, user.users))
+    return user.target in _MAXIMA
+
+
+def _without_detach(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.target is aten.detach.default:
+        node = node.args[0]
+    return node
 
 
 def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
@@ -336,10 +349,13 @@ def _moved_by_a_constant(reading: _Reading) -> _Reading:
 
 def _is_maximum_over_keys(node: Any, scores: fx.Node) -> bool:
     """Whether `node` is the greatest of `scores` for every query, or over more than its keys."""
+    node = _without_detach(node)
     source = node.args[0] if isinstance(node, fx.Node) and node.target is operator.getitem else node
-    if not isinstance(source, fx.Node) or source.target not in (aten.amax.default, aten.max.dim):
+    if not isinstance(source, fx.Node) or source.target not in _MAXIMA:
         return False
-    if source.args[0] is not scores or (source is not node and node.args[1] != 0) or shape_of(node)[-1:] != (1,):
+    if _without_detach(source.args[0]) is not scores or (source is not node and node.args[1] != 0):
+        return False
+    if shape_of(node)[-1:] != (1,):
         return False
     dims = arguments(source)["dim"]
     last = len(shape_of(scores)) - 1

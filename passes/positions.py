@@ -62,7 +62,7 @@ class RewritePositions:
         first_rows = [
             node
             for node in graph_module.graph.nodes
-            if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_first_rows(node, symbol)
+            if node not in self.statics.nodes and OUTSIDE not in node.meta and _takes_a_row_per_token(node, symbol)
         ]
         findings += [_rows_at_positions(graph_module.graph, node) for node in first_rows]
         return tuple(findings)
@@ -92,21 +92,23 @@ class RewritePositions:
                 user.replace_input_with(node, gathered)
 
 
-def _takes_first_rows(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    """Whether `node` takes the first T of more rows, such as learned embeddings of positions."""
+def _takes_a_row_per_token(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether `node` takes T of more rows, from a fixed one on, such as learned embeddings of positions."""
     if node.target not in (aten.slice.Tensor, aten.narrow.default):
         return False
     given = arguments(node)
-    if given["start"] not in (0, None) or given.get("step", 1) != 1:
+    if not isinstance(given["start"] or 0, int) or (given["start"] or 0) < 0 or given.get("step", 1) != 1:
         return False
     rows, taken = shape_of(given["self"])[given["dim"]], shape_of(node)[given["dim"]]
     return isinstance(rows, int) and size_expression(taken) == symbol
 
 
 def _rows_at_positions(graph: fx.Graph, node: fx.Node) -> Finding:
-    source, dim = node.args[0], arguments(node)["dim"]
+    given, position = arguments(node), plan_input(graph, "plan_position")
+    source, dim, start = given["self"], given["dim"], given["start"] or 0
     with graph.inserting_before(node):
-        taken = call(graph, aten.index_select.default, (source, dim, plan_input(graph, "plan_position")), node.meta)
+        rows = call(graph, aten.add.Scalar, (position, start), node.meta) if start else position
+        taken = call(graph, aten.index_select.default, (source, dim, rows), node.meta)
     node.replace_all_uses_with(taken)
     became = "the row of every token's position"
     return Finding("position table", became, source_line(node), module_path(node))

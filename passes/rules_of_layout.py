@@ -202,7 +202,9 @@ def _expand(step: Step) -> Value:
 @rule("repeat.default tile.default", takes_sizes=True)
 def _repeat(step: Step) -> Value:
     known = step.value("self")
-    times = list(step.node.args[1])  # type: ignore[arg-type]
+    # A tile may give fewer numbers than there are dimensions: those of the last ones.
+    given = list(step.node.args[1])  # type: ignore[arg-type]
+    times = [1] * (len(known.axes) - len(given)) + given
     padded = (None,) * (len(times) - len(known.axes)) + known.axes
     sizes = (1,) * (len(times) - len(known.axes)) + shape_of(step["self"])
     return Value(tuple(_tiled(*each) for each in zip(padded, sizes, times, strict=True)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
@@ -78,7 +79,17 @@ def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol)
             raise Mixes(USES_LENGTH)
         return rule(step)
     except Mixes as error:
+        if str(error) == USES_LENGTH and any(map(_is_read, node.all_input_nodes)):
+            raise _reads_a_number(node) from None
         raise _mixing(node, str(error)) from None
+
+
+_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
+def _is_read(number: fx.Node) -> bool:
+    """Whether a number comes from the values of a tensor, and not from the number of tokens."""
+    return is_size(number) and (number.target in _READS or any(map(_is_read, number.all_input_nodes)))
 
 
 def _without_tokens(step: Step) -> Result:
@@ -135,6 +146,15 @@ def _mixing(node: fx.Node, why: str) -> RefusedModelError:
         where=source_line(node),
         why=f"{why}.",
         hint="compute it per sequence outside of the model, or from each token and its ancestors alone.",
+    )
+
+
+def _reads_a_number(node: fx.Node) -> RefusedModelError:
+    return TokenMixingError(
+        f"The operation {shown_name(node)} uses a number that the model reads from a tensor.",
+        where=source_line(node),
+        why="a captured graph knows only of the tensor, not of the number in it.",
+        hint="leave .item() out: the tensor itself can be computed with.",
     )
 
 

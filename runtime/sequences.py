@@ -39,6 +39,8 @@ TokenSequence: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
 Sequences: TypeAlias = "Sequence[TokenSequence] | Mapping[str, Sequence[TokenSequence]] | Batch"
 
 _LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each."
+_TEXT_HINT = "turn texts into token ids with the model's tokenizer first: tokenizer(text)['input_ids']."
+_DICT_HINT = "pass one dict of lists: {'input_ids': [sequence, …], 'a_payload': [values, …]}."
 _PADDED_HINT = (
     "pass a list of sequences without padding: "
     "[ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask)]; sequences of one length: list(input_ids)."
@@ -184,11 +186,13 @@ def _tensor_hint(dimensions: int) -> str:
 
 
 def _as_integers(value: Any, label: str) -> TokenArray:
-    array = _as_array(value, label, "integers", _TYPE_WHY, _LIST_HINT)
+    array = _as_array(value, label, "integers", _TYPE_WHY, _hint_for(value))
     if array.ndim != 1:
         raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=_LIST_HINT)
     if array.size == 0:
         raise EmptySequenceError(f"{label} is empty.", why=_EMPTY_WHY, hint="leave empty sequences out.")
+    if array.dtype.kind == "O" and all(type(number) is int for number in array):
+        raise _too_large(label, max(array, key=abs))
     if array.dtype.kind not in "iu":
         raise _not_integers(label, array.dtype)
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
@@ -198,18 +202,22 @@ def _as_integers(value: Any, label: str) -> TokenArray:
 
 def _as_signed(array: TokenArray, label: str) -> IntArray:
     if int(array.max()) > np.iinfo(np.int64).max:
-        raise TokenRangeError(
-            f"{label} holds {array.max()}, which does not fit in 64 signed bits.",
-            why="tokens are computed as int64.",
-            hint="check where the token ids come from.",
-        )
+        raise _too_large(label, array.max())
     return array.astype(np.int64)
+
+
+def _too_large(label: str, number: object) -> TokenRangeError:
+    return TokenRangeError(
+        f"{label} holds {number}, which does not fit in 64 signed bits.",
+        why="tokens are computed as int64.",
+        hint="check where the token ids come from.",
+    )
 
 
 def _as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray[Any]:
     """One list, array or tensor as an array; what is none of them is refused as no list of `items`."""
     if isinstance(value, np.ndarray):
-        return value
+        return _without_mask(value, label)
     if _is_tensor(value):
         return _tensor_as_array(value, label)
     if not _is_list(value):
@@ -217,11 +225,31 @@ def _as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArra
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
-        what = f"{label} is not a flat list of {items}: {str(error).rstrip('.')}."
-        raise TokenTypeError(what, why=why, hint=hint) from error
+        deeper = next((place for place, part in enumerate(value) if _is_list(part)), None)
+        reason = str(error).rstrip(".") if deeper is None else f"there is a list at position {deeper}"
+        raise TokenTypeError(f"{label} is not a flat list of {items}: {reason}.", why=why, hint=hint) from error
+
+
+def _hint_for(value: Any) -> str:
+    if isinstance(value, str):
+        return _TEXT_HINT
+    return _DICT_HINT if isinstance(value, Mapping) else _LIST_HINT
+
+
+def _without_mask(array: NDArray[Any], label: str) -> NDArray[Any]:
+    if not isinstance(array, np.ma.MaskedArray):
+        return array
+    if np.ma.is_masked(array):
+        what = f"{label} is an array in which some values are masked."
+        raise TokenTypeError(what, why="every token is computed.", hint="leave them out: ids.compressed().")
+    return array.data
 
 
 def _tensor_as_array(value: Any, label: str) -> NDArray[Any]:
+    if value.is_meta or str(value.layout) != "torch.strided":
+        kind = "on the meta device" if value.is_meta else f"of the layout {value.layout}"
+        what = f"{label} is a tensor {kind}, not a list of integers."
+        raise TokenTypeError(what, why=_TYPE_WHY, hint="pass a dense tensor with values.")
     if value.numel() == 0:
         return np.empty(value.shape)
     if value.is_floating_point() or value.is_complex():
@@ -232,7 +260,8 @@ def _tensor_as_array(value: Any, label: str) -> NDArray[Any]:
 
 def _not_integers(label: str, dtype: object) -> TokenTypeError:
     what = f"{label} is of type {dtype}, not of integers."
-    return TokenTypeError(what, why=_TYPE_WHY, hint="convert it to an integer type first.")
+    is_text = isinstance(dtype, np.dtype) and dtype.kind == "U"
+    return TokenTypeError(what, why=_TYPE_WHY, hint=_TEXT_HINT if is_text else "convert it to an integer type first.")
 
 
 def _is_tensor(value: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import fx, nn
@@ -9,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from tests.differential.trees import deep_sequences, long_sequences, random_sequences
 from tree_compile import programs, treecompile
+from tree_compile.blocks import compiled
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.tiny import tiny_model
 
@@ -59,3 +62,20 @@ def test_blocks_of_the_same_form_share_their_code() -> None:
     explanation = tree_model.explain()
     assert explanation.blocks == (8, 3)
     assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_every_sequence_of_a_row_has_a_backward_pass_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(programs.BACKENDS, "inductor", compiled)
+    model = Dense(DenseConfig(vocab_size=16, width=8, layers=1, heads=2, kv_heads=1, hidden=8)).double()
+    tree_model = treecompile(model, min_shared_tokens=1, self_check=False)
+    sequences = [[1, 2, 3], [1, 2, 4]]
+    out = tree_model(sequences)
+    for i in range(2):
+        out.logits[i].square().mean().backward(retain_graph=i == 0)
+    found = model.head.weight.grad
+    model.zero_grad()
+    torch.stack([model(torch.tensor([tokens])).square().mean() for tokens in sequences]).sum().backward()
+    torch.testing.assert_close(found, model.head.weight.grad)

@@ -107,3 +107,20 @@ def test_backward_of_bloom_is_that_of_its_forward():
     (by_hand,) = torch.autograd.grad(GeLUFunction.apply(value).sum(), value)
     (derivative,) = torch.autograd.grad(bloom_gelu_forward(value).sum(), value)
     torch.testing.assert_close(by_hand, derivative, rtol=1e-6, atol=1e-7)
+
+
+def test_frozen_embeddings_under_gradient_checkpointing_are_exact():
+    model = tiny_model("llama").double().train()
+    model.model.requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    hooks = dict(model.model.embed_tokens._forward_hooks)
+    tree = treecompile(model, min_shared_tokens=1, backend="eager")
+    tree([[1, 2, 3], [1, 2, 4]]).logits[1].sum().backward()
+    assert hooks
+    assert model.model.embed_tokens._forward_hooks == hooks
+    gradient = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+    model(torch.tensor([[1, 2, 4]]), use_cache=False).logits.sum().backward()
+    torch.testing.assert_close(model.model.layers[0].self_attn.q_proj.weight.grad, gradient)

@@ -59,6 +59,31 @@ def test_only_what_the_assistant_says_is_trained(write):
     assert rollout.tokens[rollout.trainable].tolist() == [*b"hi", 257]
 
 
+CALLS = [{"type": "function", "function": {"name": "größe", "arguments": "{}"}}]
+PARTS = [{"type": "text", "text": "Grü"}, {"type": "text", "text": "ße"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": PARTS}, "Grüße"),
+        ({"content": None, "tool_calls": CALLS}, json.dumps(CALLS, ensure_ascii=False)),
+        ({"content": "now", "tool_calls": CALLS}, "now" + json.dumps(CALLS, ensure_ascii=False)),
+        ({"tool_calls": CALLS}, json.dumps(CALLS, ensure_ascii=False)),
+        ({"content": "now", "tool_calls": []}, "now"),
+    ],
+)
+def test_content_is_joined_from_its_parts_and_calls(write, message, text):
+    (rollout,) = read_rollouts(write({"messages": [{"role": "assistant", **message}]}))
+    assert rollout.tokens[rollout.trainable].tolist() == [*text.encode(), 257]
+
+
+def test_token_ids_may_be_called_as_in_parquet(write):
+    (rollout,) = read_rollouts(write({"input_ids": [5, 0], "trainable": [0, 1]}))
+    assert rollout.tokens.tolist() == [5, 0]
+    assert rollout.trainable.tolist() == [False, True]
+
+
 def test_messages_that_begin_alike_give_tokens_that_begin_alike(write):
     short, long = read_rollouts(write({"messages": MESSAGES[:1]}, {"messages": MESSAGES}))
     assert long.tokens[: len(short.tokens)].tolist() == short.tokens.tolist()
@@ -88,6 +113,9 @@ def test_empty_lines_are_skipped(write):
         ({"messages": [{"role": "user"}]}, "Message 0"),
         ({"messages": [*MESSAGES, {"role": "user", "content": ["parts"]}]}, "Message 2"),
         ({"messages": ["hello"]}, "Message 0"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "Message 0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Message 0"),
+        ({"input_ids": [1, -1]}, '"input_ids" is not a list'),
         ({"messages": [*MESSAGES, {"role": "user", "content": "a\ud800"}]}, "Message 2 holds half of a surrogate"),
         ({"messages": [{"role": "\udfff", "content": "a"}]}, "Message 0 holds half of a surrogate"),
     ],

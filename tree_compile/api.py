@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from tree_compile.calls import (
@@ -75,7 +76,9 @@ class TreeModel(nn.Module):
     unpacked: nn.Module
     """The model itself, unchanged."""
 
-    def forward(self, sequences: Sequences | Row | Plan, **others: Any) -> TreeOutput:
+    # Rows are chosen in plain Python, and their blocks are compiled already.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, sequences: Sequences | Row | Plan | None = None, **others: Any) -> TreeOutput:
         """Computes all sequences.
 
         Args:
@@ -99,6 +102,8 @@ class TreeModel(nn.Module):
         """
         for name in others:
             raise unsupported(name)
+        if sequences is None:
+            raise TypeError("a tree model takes the sequences: model([tokens, …])")
         rows = self._rows(sequences)
         program = self._program(tuple(rows[0].inputs), rows)
         for row in rows:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from tree_compile.passes.mixers import runs_kernels
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
+from tree_compile.patches import replaced
 from tree_compile.runtime.mixers import MIXERS
 
 Function = Callable[..., tuple[Any, ...]]
@@ -196,7 +197,24 @@ def _register(module: nn.Module, name: str, tensor: Any) -> None:
 
 def compiled(section: fx.GraphModule) -> Function:
     """Compiles a section for any number of tokens; kernels of recurrent layers run between compiled parts."""
-    return torch.compile(section, dynamic=True, fullgraph=not _runs_kernels(section.graph))
+    return torch.compile(section, backend=_inductor, dynamic=True, fullgraph=not _runs_kernels(section.graph))
+
+
+def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Sequences of a row share what is saved for a backward pass, so the pass of one must leave it to the others."""
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+    from torch._inductor.compile_fx import compile_fx
+
+    fill_in = ViewAndMutationMeta.__post_init__
+
+    def donate_nothing(meta: ViewAndMutationMeta) -> None:
+        # A backward pass takes None, which is left here by the configuration, for some.
+        meta.bw_donated_idxs = []
+        fill_in(meta)
+
+    with config.patch(donated_buffer=False), replaced(ViewAndMutationMeta, "__post_init__", donate_nothing):
+        return compile_fx(graph, inputs)
 
 
 def _runs_kernels(graph: fx.Graph) -> bool:

@@ -37,12 +37,16 @@ _HINTS = {
     "past_key_values": "leave it out: sequences are passed whole.",
     "inputs_embeds": "pass token ids.",
     "use_cache": "leave it out: use_cache=False is implied.",
+    "input_ids": "pass them as the first argument, model([tokens, …]), without padding; with payloads, "
+    "model({'input_ids': [tokens, …], 'a_payload': [values, …]}).",
 }
 _WHY_LAST = "the last tokens of a row are not the last tokens of its sequences."
 _WHY = {
     "labels": "the model would mix the losses of all sequences of a row, and count shared tokens once.",
     "logits_to_keep": _WHY_LAST,
     "num_logits_to_keep": _WHY_LAST,
+    "use_cache": "sequences are computed whole, so nothing is kept for a next call.",
+    "input_ids": "a call takes the sequences by position, as a list.",
 }
 _WHY_OTHERS = "it describes one padded batch, which a tree of sequences is not."
 _TAKEN = {"self", "torch", *PLAN_INPUTS, *TREE_INPUTS}
@@ -112,7 +116,7 @@ def check_not_wrapped(model: Any) -> None:
     Raises:
         CaptureError: parameters are on the meta device.
         TypeError: `model` is not a module.
-        WrappedModelError: names the wrapper.
+        WrappedModelError: names the wrapper, or plain tensors are in the place of parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"treecompile takes a torch.nn.Module, not {type(model).__name__}")
@@ -124,6 +128,8 @@ def check_not_wrapped(model: Any) -> None:
                 why="its hooks would be captured, or left out, together with the model.",
                 hint=_UNWRAPPED[wrapper],
             )
+    if any(_is_no_parameter(parameter) for module in model.modules() for parameter in module._parameters.values()):
+        raise _replaced_parameters()
     _check_parameters(model)
 
 
@@ -144,16 +150,29 @@ def _wrapper(module: nn.Module) -> str:
     found = next((name for name in known if name in names), "")
     if module._compiled_call_impl is not None:
         found = "OptimizedModule"
-    if any(_is_of_fsdp1(parameter) for parameter in module._parameters.values()):
+    if any(_is_of_fsdp1(module, parameter) for parameter in module._parameters.values()):
         found = "FullyShardedDataParallel"
     if (type(module).__module__, type(module).__name__) == ("tree_compile.api", "TreeModel"):
         found = "treecompile"
     return {"FSDPModule": "fully_shard", "OptimizedModule": "torch.compile"}.get(found, found)
 
 
-def _is_of_fsdp1(parameter: Any) -> bool:
+def _is_of_fsdp1(module: nn.Module, parameter: Any) -> bool:
     """Whether it is flat, or a part of a flat one that stands in a parameter's place."""
-    return hasattr(parameter, "_is_flat_param") or not isinstance(parameter, (nn.Parameter, type(None)))
+    is_managed = getattr(module, "_is_fsdp_managed_module", False)
+    return hasattr(parameter, "_is_flat_param") or (is_managed and _is_no_parameter(parameter))
+
+
+def _is_no_parameter(parameter: Any) -> bool:
+    return not isinstance(parameter, (nn.Parameter, type(None)))
+
+
+def _replaced_parameters() -> WrappedModelError:
+    return WrappedModelError(
+        "Plain tensors stand in the place of the model's parameters, as torch.func.functional_call puts them there.",
+        why="the graph of a tree model computes with the model's own parameters.",
+        hint="call the tree model itself, and take torch.autograd.grad(loss, list(tree_model.parameters())).",
+    )
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -50,6 +50,7 @@ from tree_compile.passes.source import (
 from tree_compile.patches import replaced
 from tree_compile.questions import answered_as_outside
 from tree_compile.rehearsal import untouched
+from tree_compile.signature import wrong_call
 from tree_compile.swallowed import nothing_swallowed
 from tree_compile.unpacked import Unpacked, own_random_numbers
 from tree_compile.watch import watching
@@ -145,6 +146,7 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
     _require_plain_constants(output_form, unpacked.model)
     with _quiet():
         exported = program.module(check_guards=False)
+    _require_computed(exported, unpacked.model)
     same_at = partial(_same_at, unpacked, exported)
     limit, short, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1], same_at)
     graph_module = _under_own_names(exported, unpacked.input_names)
@@ -182,7 +184,8 @@ def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedPr
         raise
     except Exception as error:
         given = (*flat.unpacked.input_names[1:], *flat.unpacked.keywords)
-        raise _misfit_argument(error, given) or _explained(error, fixed, detached) from error
+        misfit = wrong_call(flat.unpacked) if isinstance(error, TypeError) else None
+        raise misfit or _misfit_argument(error, given) or _explained(error, fixed, detached) from error
 
 
 @contextlib.contextmanager
@@ -335,8 +338,22 @@ def _require_plain_constants(form: OutputForm, model: nn.Module) -> None:
         if constant is not None and not isinstance(constant, (bool, int, float, str)):
             raise UnsupportedOutputError(
                 f"The model returns a {type(constant).__name__}, which is neither a tensor nor a plain constant.",
+                where=line_of_forward(model),
                 why="it cannot be split into one part for every sequence.",
-                hint="switch it off, for example with forward_kwargs={'use_cache': False}.",
+                hint="return tensors, in tuples, lists, dicts or a ModelOutput; a cache is switched off with "
+                "forward_kwargs={'use_cache': False}.",
+            )
+
+
+def _require_computed(exported: fx.GraphModule, model: nn.Module) -> None:
+    for node in exported.graph.output_node().all_input_nodes:
+        if node.op == "get_attr":
+            name = str(node.target).removeprefix("model.")
+            raise UnsupportedOutputError(
+                f"The model returns its parameter, buffer or constant {name!r} as it is.",
+                where=line_of_forward(model),
+                why="it is not one value for every token.",
+                hint="leave it out of the output; it is an attribute of the model, also outside of a call.",
             )
 
 

@@ -21,6 +21,8 @@ from tree_compile.patches import replaced, setting
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
+_WITH_CHECKPOINTS = ("transformers", "peft")
+_FOR_CHECKPOINTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 @contextlib.contextmanager
@@ -70,6 +72,33 @@ def plain_checkpoints(model: nn.Module) -> Iterator[None]:
             if getattr(module, "gradient_checkpointing", False) is True:
                 changes.enter_context(setting(module, "gradient_checkpointing", False))
         yield
+
+
+@contextlib.contextmanager
+def without_gradients_of_embeddings(model: nn.Module) -> Iterator[None]:
+    """A model without the hooks by which libraries let gradients come to checkpoints below frozen embeddings.
+
+    They change no output and no gradient of a parameter; a graph has no checkpoints.
+    """
+    before = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
+    changed = [(hooks, own) for hooks, own in before if any(map(_is_for_checkpoints, own.values()))]
+    for hooks, own in changed:
+        for number, hook in own.items():
+            if _is_for_checkpoints(hook):
+                del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, own in changed:
+            # A first call may have put more of them.
+            all_hooks = {**own, **hooks}
+            hooks.clear()
+            hooks.update(all_hooks)
+
+
+def _is_for_checkpoints(hook: Any) -> bool:
+    library = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return library in _WITH_CHECKPOINTS and getattr(hook, "__name__", "") in _FOR_CHECKPOINTS
 
 
 def _compute(_function: type[Function], run: Callable[..., Any], _preserve_random: bool, *args: Any) -> Any:

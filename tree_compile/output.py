@@ -121,6 +121,10 @@ class TreeOutput(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (self[sequence] for sequence in self.sequence_ids)
 
+    def __getattr__(self, name: str) -> Any:
+        loss = "; a loss is computed from out.logits[i] and the labels of sequence i" if name == "loss" else ""
+        raise AttributeError(f"a TreeOutput has no {name!r}: out[i] is the model's output for sequence i{loss}")
+
     @property
     def logits(self) -> PerSequence[Tensor]:
         """The logits of every sequence: `[len_i, vocabulary]`.

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
+from tree_compile.foreign import without_gradients_of_embeddings
 from tree_compile.guards import ShortLengths
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.autocast import KeepAutocastOff
@@ -98,19 +99,25 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: 
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
-        rehearsal = rehearse(unpacked)
+        with without_gradients_of_embeddings(unpacked.model):
+            rehearsal = rehearse(unpacked)
         with _unless_more_telling(rehearsal.error):
             if example_tokens:
-                return rewrite(capture(unpacked, example_of(unpacked, example_tokens)), reach)
+                return rewrite(_captured(unpacked, example_of(unpacked, example_tokens)), reach)
             return _rewrite_one_of(unpacked, _captures(unpacked, rehearsal.example), reach)
+
+
+def _captured(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
+    with without_gradients_of_embeddings(unpacked.model):
+        return capture(unpacked, example)
 
 
 def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]:
     """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
-    found = [capture(unpacked, example)]
+    found = [_captured(unpacked, example)]
     while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
         try:
-            longer = capture(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
+            longer = _captured(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
         except RefusedModelError:
             break
         if longer.limit is not None and longer.limit.tokens <= limit.tokens:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
+from tree_compile.failures import of_tables
 from tree_compile.inputs import graph_inputs
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
@@ -35,8 +36,13 @@ class Program:
     checked: bool = False
 
     def run(self, row: Row) -> RowResult:
-        """Computes one row."""
-        return self._result(row, self.blocks(*self._inputs(row)))
+        """Computes one row.
+
+        Raises:
+            TokenRangeError: one of the model's tables has no entry for a number of the row.
+        """
+        with of_tables(row):
+            return self._result(row, self.blocks(*self._inputs(row)))
 
     def run_uncompiled(self, row: Row) -> RowResult:
         """Computes one row with the rewritten graph as it is."""

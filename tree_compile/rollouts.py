@@ -101,8 +101,9 @@ def read_rollouts(path: Path, tokenizer: Tokenizer | None = None) -> list[Rollou
     - .npz: an array "tokens" of all ids, one sequence after the other, with an array "lengths"; and optionally
       "trainable", one 0 or 1 per token, or these as packed bits. Or one array of ids per sequence.
     - .parquet: a column of lists of ids called tokens or input_ids, and optionally one called trainable.
-    - any other: JSON lines. Each is an object with "tokens", a list of ids, and optionally "trainable"; or with
-      "messages", of which the assistant's are trained on. Empty lines are skipped.
+    - any other: JSON lines. Each is an object with "tokens" or "input_ids", a list of ids, and optionally "trainable";
+      or with "messages", of which the assistant's are trained on: the content is a text or a list of parts with one
+      each, and "tool_calls" follow it as JSON. Empty lines are skipped.
 
     Without "trainable" the loss is taken on all tokens.
 
@@ -153,17 +154,20 @@ def _rollout(line: str, where: SourceLine, tokenizer: Tokenizer) -> Rollout:
         raise InputError(
             f"This line is not JSON: {_sentence(error)}", where=where, why=_LINE_WHY, hint=_FORM
         ) from error
-    if isinstance(record, dict) and "tokens" in record:
-        return _from_tokens(record, where)
+    column = next((name for name in _TOKEN_COLUMNS if isinstance(record, dict) and name in record), None)
+    if column is not None:
+        return _from_tokens(record, column, where)
     if isinstance(record, dict) and "messages" in record:
         return _from_messages(record["messages"], where, tokenizer)
-    raise InputError('This line has neither "tokens" nor "messages".', where=where, why=_LINE_WHY, hint=_FORM)
+    raise InputError(
+        'This line has neither "tokens", "input_ids" nor "messages".', where=where, why=_LINE_WHY, hint=_FORM
+    )
 
 
-def _from_tokens(record: dict[str, Any], where: SourceLine) -> Rollout:
-    tokens = record["tokens"]
+def _from_tokens(record: dict[str, Any], column: str, where: SourceLine) -> Rollout:
+    tokens = record[column]
     if not _all_integers(tokens) or not tokens or min(tokens) < 0 or max(tokens) >= 2**63:
-        raise InputError('"tokens" is not a list of one or more token ids.', where=where, why=_ID_WHY, hint=_FORM)
+        raise InputError(f'"{column}" is not a list of one or more token ids.', where=where, why=_ID_WHY, hint=_FORM)
     trainable = record.get("trainable", [1] * len(tokens))
     if (
         not isinstance(trainable, list)
@@ -192,7 +196,7 @@ def _from_messages(messages: object, where: SourceLine, tokenizer: Tokenizer) ->
 
 
 def _role_and_content(message: object, number: int, where: SourceLine) -> tuple[str, str]:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    role, content = (message.get("role"), _text(message)) if isinstance(message, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(content, str):
         what = f'Message {number} has no "role" and "content" that are texts.'
         raise InputError(what, where=where, why="a message is turned into ids from both.", hint=_FORM)
@@ -203,6 +207,18 @@ def _role_and_content(message: object, number: int, where: SourceLine) -> tuple[
         hint = r"write characters beyond \uffff as themselves, or as both halves: \ud83d\ude00."
         raise InputError(what, where=where, why="it has no form in UTF-8.", hint=hint) from error
     return role, content
+
+
+def _text(message: dict[str, Any]) -> object:
+    """The content, of which a list is joined, with the calls of tools as JSON after it."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else content
+    if calls and isinstance(content, str | None):
+        return (content or "") + json.dumps(calls, ensure_ascii=False)
+    return content
 
 
 def _joined(parts: Iterable[list[Any]], dtype: type) -> NDArray[Any]:

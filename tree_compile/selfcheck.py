@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tree_compile.comparison import gap, relative, relative_difference, tensors_of, tolerance
 from tree_compile.errors import SelfCheckError
+from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.modes import evaluation, without_dropout
 from tree_compile.output import RowResult, TreeOutput
@@ -130,7 +131,7 @@ def _unpacked_side(
     side = _Side([], {})
     for sequence, own_weights in enumerate(weights):
         inputs = _sequence_inputs(plan, sequence, unpacked.input_names, program.device)
-        with plain_checkpoints(unpacked.model), _ties_of(program, inputs[0].shape[1]):
+        with plain_checkpoints(unpacked.model), _ties_of(program, inputs[0].shape[1]), of_the_model_alone():
             parts = tensors_of(unpacked(inputs))
         parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
         side.outputs.append([part.detach() for part in parts])

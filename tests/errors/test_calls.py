@@ -87,6 +87,24 @@ def test_argument_of_one_padded_batch_is_refused(name, value, hint):
         assert raised.value.why
 
 
+@pytest.mark.parametrize("others", [{}, {"attention_mask": torch.ones(2, 4)}])
+def test_sequences_by_name_are_refused_with_the_way_to_pass_them(others):
+    with pytest.raises(UnsupportedArgumentError, match="as the first argument"):
+        treecompile(plain(), backend="eager")(input_ids=SEQUENCES, **others)
+    with pytest.raises(UnsupportedArgumentError, match="as the first argument"):
+        treecompile(plain(), backend="eager", forward_kwargs={"input_ids": 1})
+
+
+def test_call_without_sequences_is_refused():
+    with pytest.raises(TypeError, match="takes the sequences"):
+        treecompile(plain(), backend="eager")()
+
+
+def test_tree_model_inside_of_torch_compile_is_exact():
+    tree = treecompile(plain().double(), min_shared_tokens=1, backend="eager")
+    torch.testing.assert_close(torch.compile(tree)(SEQUENCES)[1], tree(SEQUENCES)[1])
+
+
 def test_loss_is_computed_as_the_hint_says():
     model, labels = treecompile(tiny_model("llama"), min_shared_tokens=1, backend="eager"), SEQUENCES
     with pytest.raises(UnsupportedArgumentError) as raised:
@@ -99,6 +117,14 @@ def test_loss_is_computed_as_the_hint_says():
         nn.functional.cross_entropy(model.unpacked(ids[None]).logits[0, :-1], ids[1:]) for ids in names["labels"]
     )
     torch.testing.assert_close(names["loss"], expected)
+
+
+def test_attribute_that_an_output_does_not_have_is_refused_with_what_it_has():
+    out = treecompile(plain(), backend="eager", self_check=False)(SEQUENCES)
+    with pytest.raises(AttributeError, match=r"computed from out\.logits\[i\]"):
+        _ = out.loss
+    with pytest.raises(AttributeError, match=r"out\[i\] is the model's output"):
+        _ = out.hidden_states
 
 
 def test_unknown_argument_is_refused_with_the_two_ways_to_pass_it():
@@ -114,7 +140,6 @@ def test_unknown_argument_is_refused_with_the_two_ways_to_pass_it():
     [
         ({"input_ids": SEQUENCES, "kind": SEQUENCES}, {}, "unexpected keyword argument 'kind'"),
         ({"input_ids": SEQUENCES}, {"kind": 1}, "unexpected keyword argument 'kind'"),
-        ({"input_ids": SEQUENCES}, {"ids": 1}, "multiple values for argument 'ids'"),
         ({"input_ids": SEQUENCES, "kind": SEQUENCES}, {"kind": 1}, "multiple values for keyword argument 'kind'"),
     ],
 )
@@ -221,6 +246,27 @@ def test_tree_model_inside_of_fsdp1_is_refused(process_group, original):
     )
     with pytest.raises(WrappedModelError, match="FullyShardedDataParallel"):
         wrapped(SEQUENCES)
+
+
+def loss_with(tree, tensors):
+    return torch.func.functional_call(tree, tensors, (SEQUENCES,))[0].sum()
+
+
+@pytest.mark.parametrize("call", [loss_with, lambda tree, tensors: torch.func.grad(loss_with, 1)(tree, tensors)])
+def test_functional_call_with_plain_tensors_is_refused(call):
+    tree = treecompile(plain(), backend="eager")
+    with pytest.raises(WrappedModelError, match="functional_call"):
+        call(tree, {name: parameter.detach() for name, parameter in tree.named_parameters()})
+
+
+def test_functional_call_with_parameters_is_exact():
+    model = plain().double()
+    tree = treecompile(model, min_shared_tokens=1, backend="eager")
+    tree(SEQUENCES)
+    others = {name: nn.Parameter(2 * parameter.detach()) for name, parameter in model.named_parameters()}
+    out = torch.func.functional_call(tree, others, (SEQUENCES,))
+    expected = torch.func.functional_call(model, others, (torch.tensor([SEQUENCES[1]]),))
+    torch.testing.assert_close(out[1], expected[0])
 
 
 def test_ddp_finds_the_parameters_that_are_not_used(process_group):

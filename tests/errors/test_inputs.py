@@ -39,6 +39,14 @@ REFUSED = [
     ("a padded array", PADDED.numpy(), TokenTypeError, "input_ids is one 2-D ndarray"),
     ("a two-dimensional sequence", [PADDED], TokenTypeError, "Sequence 0 of input_ids has 2 dimensions"),
     ("a padded batch in a dict", {"input_ids": PADDED}, TokenTypeError, "input_ids is one 2-D Tensor"),
+    ("a tensor without values", [PADDED[0].to("meta")], TokenTypeError, "on the meta device"),
+    ("a sparse tensor", [PADDED[0].to_sparse()], TokenTypeError, "layout torch.sparse_coo"),
+    ("a masked array", [np.ma.array([1, 2], mask=[0, 1])], TokenTypeError, "some values are masked"),
+    ("texts", ["a text"], TokenTypeError, "tokenizer(text)['input_ids']"),
+    ("lists of words", [["a", "b"]], TokenTypeError, "tokenizer(text)['input_ids']"),
+    ("dicts in a list", [{"input_ids": [1]}], TokenTypeError, "{'input_ids': [sequence, …]"),
+    ("more than 64 bits", [[1, 1 << 70]], TokenRangeError, f"holds {1 << 70}, which does not fit"),
+    ("lists that are too deep", [[1, [2, 3]]], TokenTypeError, "there is a list at position 1"),
     ("one number", 5, TokenTypeError, "input_ids is a int, not a list"),
     ("payloads that are too short", {"input_ids": [[1, 2]], "kind": [[0]]}, PayloadError, "has 1 values in kind and 2"),
 ]  # fmt: skip
@@ -51,6 +59,21 @@ def test_sequences_are_refused(model, sequences, error, text):
     assert text in str(raised.value)
     assert isinstance(raised.value, ValueError)
     assert raised.value.hint
+
+
+def test_masked_array_in_which_nothing_is_masked_is_taken(model):
+    assert torch.equal(model([np.ma.array([1, 2])])[0], model([[1, 2]])[0])
+
+
+def after_the_last_id(model, x, ids):
+    return x + model.embed(ids + 1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_number_that_a_table_has_no_entry_for_is_refused_with_its_row(backend):
+    tree = treecompile(Tiny(after_the_last_id), backend=backend, row_tokens=4, self_check=False)
+    with pytest.raises(TokenRangeError, match="in the row of sequences 1"):
+        tree([[1, 2, 3], [1, 2, VOCABULARY - 1]])
 
 
 def test_sequence_longer_than_the_models_positions_is_refused():

@@ -361,8 +361,24 @@ def shifted_slice(model, x, ids):
     return x + model.rows[2 : x.shape[1] + 2]
 
 
-def test_later_rows_of_a_parameter_are_refused():
-    require_refusal(Tiny(shifted_slice), TokenMixingError, "model.rows[2 :", "as many parts", __file__)
+def shifted_part_of_a_buffer(model, x, ids):
+    return x + model.table.narrow(0, 2, x.shape[1])
+
+
+@pytest.mark.parametrize("step", [shifted_slice, shifted_part_of_a_buffer])
+def test_positions_that_do_not_begin_at_the_first_row_are_exact(step):
+    model = tree_model(Tiny(step))
+    assert model.check([[1] * (POSITIONS - 2), [1, 2, 3], [1, 2, 4]]).ok
+    with pytest.raises(SequenceTooLongError, match=f"takes {POSITIONS - 2} at the most"):
+        model([[1] * (POSITIONS - 1)])
+
+
+def slice_from_the_length_on(model, x, ids):
+    return x + model.rows[x.shape[1] : 2 * x.shape[1]]
+
+
+def test_rows_from_the_length_on_are_refused():
+    require_refusal(Tiny(slice_from_the_length_on), TokenMixingError, "model.rows[x", "as many parts", __file__)
 
 
 def positions_by_counting_tokens(model, x, ids):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.errors.refusal import Tiny, named, require_refusal, tree_model
-from tree_compile import api, rehearsal
+from tree_compile import api, rehearsal, treecompile
 from tree_compile.errors import CaptureError, ControlFlowError, LengthDependentError, UnsupportedOutputError
 from tree_compile.models import dense
 from tree_compile.passes import attention
@@ -45,6 +45,38 @@ def test_refusal_names_what_the_model_does(step, error, code, why):
 def test_table_by_length_gets_a_hint_that_helps():
     with pytest.raises(ControlFlowError, match=r"self\.table\[:T\]"):
         tree_model(Tiny(table_by_length)).explain()
+
+
+class ByName(Tiny):
+    def forward(self, *, ids):
+        return super().forward(ids)
+
+
+class WithSegments(Tiny):
+    def forward(self, ids, segments):
+        return super().forward(ids + segments)
+
+
+WRONG_CALLS = [
+    (ByName, {}, "takes no argument by position", "forward(self, input_ids, …)"),
+    (WithSegments, {}, "needs the argument 'segments'", "forward_kwargs={'segments': …}"),
+    (WithSegments, {"ids": 1, "segments": 1}, "is given 'ids' twice", "leave 'ids' out"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keywords", "what", "hint"), WRONG_CALLS)
+def test_call_that_forward_does_not_take_is_refused_with_its_line(kind, keywords, what, hint):
+    model = kind(lambda model, x, ids: x)
+    with pytest.raises(CaptureError, match=what) as raised:
+        treecompile(model, backend="eager", forward_kwargs=keywords)([[1, 2]])
+    assert raised.value.where.file == __file__
+    assert raised.value.where.code.startswith("def forward(")
+    assert hint in raised.value.hint
+
+
+def test_payload_that_forward_needs_is_taken():
+    tree = treecompile(WithSegments(lambda model, x, ids: x), min_shared_tokens=1, backend="eager")
+    assert tree({"input_ids": [[1, 2], [1, 3]], "segments": [[0, 1], [0, 1]]})[1].shape[0] == 2
 
 
 class WithLength(Tiny):

@@ -236,6 +236,20 @@ PLACES = [
 ]  # fmt: skip
 
 
+def number_of_a_buffer(model, x, ids):
+    return x * model.table[0, 0].item()
+
+
+def number_from_a_buffer(model, x, ids):
+    return x * (2 * model.table.sum().item() + 1)
+
+
+@pytest.mark.parametrize("step", [number_of_a_buffer, number_from_a_buffer])
+def test_number_that_is_read_from_a_tensor_is_refused(step):
+    code, why = "return x * ", "knows only of the tensor"
+    require_refusal(Tiny(step), TokenMixingError, code, why, __file__)
+
+
 @pytest.mark.parametrize(("step", "code", "why"), named(PLACES))
 def test_operation_that_mixes_tokens_is_refused(step, code, why):
     require_refusal(Tiny(step), TokenMixingError, code, why, __file__)

@@ -1,5 +1,7 @@
 """What a model returns has to be one value for every token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -101,9 +103,42 @@ class LengthAsANumber(Base):
         return self.logits(ids), ids.shape[1]
 
 
-@pytest.mark.parametrize(("model", "kind"), [(OwnCache, "State"), (LengthAsANumber, "SymInt")])
+class Names(Base):
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.logits(ids))
+
+
+class Kind(Base):
+    def forward(self, ids):
+        return self.logits(ids), torch.float32
+
+
+KINDS = [(OwnCache, "State"), (LengthAsANumber, "SymInt"), (Names, "SimpleNamespace"), (Kind, "dtype")]
+
+
+@pytest.mark.parametrize(("model", "kind"), KINDS)
 def test_output_that_is_neither_tensor_nor_constant_is_refused(model, kind):
     with pytest.raises(UnsupportedOutputError) as raised:
         tree_model(model()).explain()
     assert f"returns a {kind}" in raised.value.what
+    assert raised.value.where.code == "def forward(self, ids):"
     assert ("len(out[i])" if kind == "SymInt" else "use_cache") in raised.value.hint
+
+
+class Weight(Base):
+    def forward(self, ids):
+        return self.logits(ids), self.head.weight
+
+
+class Buffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, ids):
+        return {"logits": self.logits(ids), "table": self.table}
+
+
+@pytest.mark.parametrize("model", [Weight, Buffer])
+def test_parameter_or_buffer_as_an_output_is_refused_with_the_line_of_forward(model):
+    require_refusal(model(), UnsupportedOutputError, "def forward", "not one value for every token", __file__)

@@ -49,6 +49,33 @@ def from_the_end(query):
     return slopes() * torch.arange(1 - query.shape[-2], 1)
 
 
+# A softmax without overflow
+
+MAXIMA = {
+    "amax": lambda scores: scores.amax(-1, keepdim=True),
+    "detached": lambda scores: scores.amax(-1, keepdim=True).detach(),
+    "of detached scores": lambda scores: scores.detach().amax(-1, keepdim=True),
+    "max": lambda scores: scores.max(-1, keepdim=True).values.detach(),
+}
+
+
+@pytest.mark.parametrize("name", MAXIMA)
+def test_maximum_that_is_taken_off_the_scores_is_exact(name):
+    def attend(_model, query, key, value):
+        scores = scores_of(query, key).masked_fill(~causal(query), LOWEST)
+        return (scores - MAXIMA[name](scores)).softmax(-1) @ value
+
+    assert is_exact(Attention(attend))
+
+
+def test_maximum_that_is_taken_off_detached_scores_is_refused():
+    def attend(_model, query, key, value):
+        scores = scores_of(query, key).masked_fill(~causal(query), LOWEST)
+        return (scores.detach() - scores.amax(-1, keepdim=True)).softmax(-1) @ value
+
+    assert "step aten::sub" in refusal(Attention(attend))
+
+
 # Biases per key
 
 

@@ -92,7 +92,6 @@ NOT_TOKENS = {
     "number": [1, 2, 3],
     "matrix_in_a_list": [torch.zeros(2, 3, dtype=torch.int64)],
     "scalar_tensor": [torch.tensor(3)],
-    "huge": [[2**70]],
     "set": [{1, 2}],
     "one_text": "one two",
     "generator": (tokens for tokens in [[1]]),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tree_compile import treecompile
+from tree_compile.errors import CaptureError
 from tree_compile.tiny import tiny_model
 
 WIDTH, HEADS, VOCABULARY = 32, 2, 64
@@ -140,3 +141,23 @@ def test_every_autocast_keeps_its_program() -> None:
     assert programs[0] is programs[2]
     assert programs[1] is programs[3]
     assert programs[0] is not programs[1]
+
+
+class Switches(Rotary):
+    """Attends with autocast off, which it switches by a function."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            return super().forward(ids)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
+
+
+def test_model_that_switches_autocast_by_a_function_is_refused_with_its_line() -> None:
+    tree = treecompile(Switches().eval(), backend="eager", self_check=False)
+    with autocast(), pytest.raises(CaptureError, match="switches autocast itself") as raised:
+        tree(SEQUENCES)
+    assert raised.value.where is not None
+    assert raised.value.where.code == 'torch.set_autocast_enabled("cpu", False)'
+    assert "set_autocast_enabled" in vars(torch)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from tree_compile.errors import LostGradientError, StatefulModelError, TokenMixingError
+from tree_compile.errors import CaptureError, LostGradientError, StatefulModelError, TokenMixingError
 from tree_compile.passes.source import is_users, line_of_stack
 from tree_compile.patches import original_of, recoded, replaced
 
 _INITIAL_SEED: Any = torch.random.initial_seed
+_SWITCHES_OF_AUTOCAST = ("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cpu_enabled")
 _PLAIN_DERIVATIVES = {("transformers.models.bloom.modeling_bloom", "GeLUFunction")}
 """Functions whose hand-written backward is the derivative of their forward, so that it may be dropped."""
 
@@ -29,6 +30,7 @@ def watching(model: nn.Module) -> Iterator[None]:
     questions whose answers change in every step of a training.
 
     Raises:
+        CaptureError: the model switches autocast by something else than `torch.autocast`.
         LostGradientError: the model changes gradients in a way that a captured graph does not keep.
         StatefulModelError: the model asks for the gradient of a tensor, how often it was changed, or for the seed.
         TokenMixingError: a recurrent layer carries a state from token to token.
@@ -39,6 +41,7 @@ def watching(model: nn.Module) -> Iterator[None]:
     entered: list[bool] = []
     try:
         with (
+            contextlib.ExitStack() as switches,
             replaced(Tensor, "register_hook", _refuse_hook),
             replaced(Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
             replaced(Function, "apply", classmethod(_refuse_own_backward(original_of(Function.__dict__["apply"])))),
@@ -52,6 +55,8 @@ def watching(model: nn.Module) -> Iterator[None]:
             replaced(Tensor, "_version", _refused_attribute("_version", "how often a tensor was changed")),
             recoded(_INITIAL_SEED, _refuse_seed),
         ):
+            for name in _SWITCHES_OF_AUTOCAST:
+                switches.enter_context(replaced(torch, name, _refuse_switch_of_autocast(getattr(torch, name))))
             yield
     finally:
         for handle in handles:
@@ -128,6 +133,22 @@ def _left(leave: Callable[..., Any], entered: list[bool]) -> Callable[..., Any]:
         return leave(context, *error)
 
     return leave_and_forget
+
+
+def _refuse_switch_of_autocast(switch: Callable[..., None]) -> Callable[..., None]:
+    """`torch.autocast` comes to it too."""
+
+    def refuse(*args: Any, **others: Any) -> None:
+        if not is_users(sys._getframe(2).f_code.co_filename):
+            return switch(*args, **others)
+        raise CaptureError(
+            "The model switches autocast itself.",
+            where=line_of_stack(),
+            why="torch.export follows torch.autocast alone, so the graph would compute in another dtype.",
+            hint="with torch.autocast(device, enabled=False): …",
+        )
+
+    return refuse
 
 
 def _refuse_switch(switch: Callable[..., Any], entered: list[bool]) -> Callable[..., Any]:

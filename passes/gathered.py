@@ -88,8 +88,10 @@ def match_gathered(softmax: fx.Node, statics: StaticValues, symbol: sympy.Symbol
             scores = above
         elif (factor := factor_of(node, statics)) is not None:
             scores, scale = scores.moved(node.args[0], scores.names), scale * factor
-        else:
+        elif scale == 1.0 and hides_later_of is None:
             scores, hides_later_of = _unmasked(scores, statics)
+        else:
+            raise NoMatch("its scores are changed after some were hidden")
     query, keys = found if "slot" in found[1].names else found[::-1]
     output, values, dropout = _weighed_values(weights)
     key, value = _rows(keys), _rows(values)
@@ -269,7 +271,7 @@ def _weighed_values(weights: Roles) -> tuple[Roles, Roles, float]:
         if user.target is aten.dropout.default:
             given = arguments(user)
             dropout = max(dropout, float(given["p"]) if given["train"] else 0.0)
-        elif user.target not in (aten.to.dtype, aten.contiguous.default):
+        elif user.target not in (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default):
             return *_sum_of_values(weights, user), dropout
         weights = Roles(user, weights.names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.roles import Roles, factor_of, laid_out, number_of, product, same_numbers, sizes_of
 from tree_compile.passes.shapes import in_dtype, is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import StaticValues
+from tree_compile.passes.static_values import Pair, StaticValues
 
 aten = torch.ops.aten
+_NEVER_CHOSEN = -1.0e30
+"""Index scores are sums of products: a key that is hidden by less than this might be chosen before one that is not."""
 
 
 @dataclass(frozen=True)
@@ -102,30 +105,47 @@ def read_index_scores(topk: fx.Node, statics: StaticValues) -> IndexScores:
 def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]]:
     """Goes up past masks and factors that keep the order of the scores."""
     masks: tuple[Mask, ...] = ()
+    factor = 1.0
     while True:
         node: Any = scores.node
+        factor *= factor_of(node, statics) or 1.0
         above = _in_order(scores, statics)
         if above is not None:
             scores = above
         elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-            masks += _static(node.args[1], statics, hides=True, fill=node.args[2])
+            masks += _filled(node.args[1], True, number_of(node.args[2], statics), factor, statics)
             scores = scores.moved(node.args[0], scores.names)
         elif node.target in (aten.where.self, aten.where.ScalarOther):
-            masks += _static(node.args[0], statics, hides=False, fill=number_of(node.args[2], statics))
+            masks += _filled(node.args[0], False, number_of(node.args[2], statics), factor, statics)
             scores = scores.moved(node.args[1], scores.names)
         elif node.target is aten.add.Tensor and not node.kwargs:
             added, rest = node.args if node.args[0] in statics.nodes else node.args[::-1]
-            masks += _static(added, statics)
+            masks += _added(added, factor, statics)
             scores = scores.moved(rest, scores.names)
         else:
             return scores, masks
 
 
-def _static(node: Any, statics: StaticValues, *, hides: bool = False, fill: Any = 0.0) -> tuple[Mask, ...]:
-    is_boolean = is_tensor(node) and node.meta["val"].dtype == torch.bool
-    if not is_tensor(node) or (is_boolean and (fill is None or fill > HIDDEN_BELOW)):
+def _filled(mask: Any, hides: bool, fill: float | None, factor: float, statics: StaticValues) -> tuple[Mask, ...]:
+    """A boolean mask whose hidden scores are `fill`, times `factor`."""
+    if fill is None or fill * factor > _NEVER_CHOSEN:
         raise NoMatch("its index scores are filled with a value that still may be chosen")
-    masks = read_masks(node, statics, hides, float(fill) if is_boolean else 0.0)
+    return _static(mask, statics, hides, fill)
+
+
+def _added(table: Any, factor: float, statics: StaticValues) -> tuple[Mask, ...]:
+    """A table that is added to the scores, times `factor`."""
+    kind = statics.kinds.get(table)
+    hidden = [sample[sample <= HIDDEN_BELOW] for sample in kind.samples] if isinstance(kind, Pair) else []
+    if any(bool((values * factor > _NEVER_CHOSEN).any()) for values in hidden):
+        raise NoMatch("its index scores are lowered by a value with which they still may be chosen")
+    return _static(table, statics)
+
+
+def _static(node: Any, statics: StaticValues, hides: bool = False, fill: float = -math.inf) -> tuple[Mask, ...]:
+    if not is_tensor(node):
+        raise NoMatch("a number is added to its index scores")
+    masks = read_masks(node, statics, hides, fill)
     if masks.chosen is not None:
         raise NoMatch("its keys are chosen twice")
     return masks.static
@@ -149,15 +169,15 @@ def _heads_of_sum(scores: Roles) -> tuple[Roles, Roles]:
     node: Any = scores.node
     names = list(scores.names)
     given = arguments(node)
-    product: Any = given["self"]
-    rank = len(shape_of(product))
+    weighed: Any = given["self"]
+    rank = len(shape_of(weighed))
     dims = [dim % rank for dim in given["dim"]]
-    if len(dims) != 1 or product.target is not aten.mul.Tensor:
+    if len(dims) != 1 or weighed.target is not aten.mul.Tensor or not all(map(is_tensor, weighed.args)):
         raise NoMatch("its index scores are a sum, but not over heads that are weighed")
     if given["keepdim"]:
         names.pop(dims[0])
     names.insert(dims[0], "head")
-    first, second = product.args
+    first, second = weighed.args
     pairs, weights = (second, first) if size_expression(shape_of(first)[-1]) == 1 else (first, second)
     return scores.moved(pairs, names), scores.moved(weights, [name if name != "key" else "" for name in names])
 

@@ -1,4 +1,7 @@
-"""What hides keys in an attention: static pair tables, and lists of the keys that an indexer chose."""
+"""What hides tokens in an attention: static pair tables, and lists of the tokens that an indexer chose.
+
+Masks over windows of tokens are read in `window_patterns`.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +99,8 @@ def _read(node: Any, view: _View, statics: StaticValues) -> Masks:
 def _static_masks(node: fx.Node, statics: StaticValues, view: _View) -> tuple[Mask, ...]:
     """`node` as a mask; none where it hides nothing."""
     kind = statics.kinds.get(node)
+    if is_tensor(node) and (node.meta["val"].dtype == torch.bool) is not view.as_bool:
+        raise NoMatch("its mask is used as a number, or numbers as its mask")
     if isinstance(kind, Fill) and _hides_nothing(kind.value, view.hides):
         return ()
     if not isinstance(kind, Pair):
@@ -131,16 +136,22 @@ def _same(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
 
 
 def _inverted(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
-    if not view.as_bool:
-        raise NoMatch("its mask is inverted as a number")
+    _require_truth(node, view)
     return _read(node.args[0], replace(view, hides=not view.hides), statics)
+
+
+def _require_truth(node: fx.Node, view: _View) -> None:
+    """Refuses operators on bits of numbers, which are another thing on truths."""
+    if not view.as_bool or node.meta["val"].dtype != torch.bool:
+        raise NoMatch("its mask is combined as numbers")
 
 
 def _both(hidden_by_either: bool) -> _Reader:
     """An `and` of masks that show, or an `or` of masks that hide."""
 
     def read(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
-        if not view.as_bool or view.hides is not hidden_by_either:
+        _require_truth(node, view)
+        if view.hides is not hidden_by_either:
             raise NoMatch("one of its masks shows what another hides")
         return _read(node.args[0], view, statics) + _read(node.args[1], view, statics)
 
@@ -156,8 +167,7 @@ def _sum(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
 
 def _filled(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
     given = arguments(node)
-    _require_hidden(given["value"], view)
-    return _of_fill(given["self"], given["mask"], True, given["value"], view, statics)
+    return _of_fill(given["self"], given["mask"], True, _number(given["value"], statics), view, statics)
 
 
 def _where(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
@@ -165,18 +175,14 @@ def _where(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
     first, second = (_number(given[name], statics) for name in ("self", "other"))
     is_filled_where_true = first is not None and first <= HIDDEN_BELOW
     base, fill = (given["other"], first) if is_filled_where_true else (given["self"], second)
-    _require_hidden(fill, view)
     return _of_fill(base, given["condition"], is_filled_where_true, fill, view, statics)
 
 
-def _of_fill(base: Any, mask: fx.Node, hides: bool, fill: Any, view: _View, statics: StaticValues) -> Masks:
-    hidden = _read(mask, _View(hides, float(fill), True), statics)
-    return hidden if _number(base, statics) == 0 else _read(base, view, statics) + hidden
-
-
-def _require_hidden(fill: Any, view: _View) -> None:
-    if view.as_bool or not isinstance(fill, (int, float)) or fill > HIDDEN_BELOW:
+def _of_fill(base: Any, mask: fx.Node, hides: bool, fill: float | None, view: _View, statics: StaticValues) -> Masks:
+    if view.as_bool or fill is None or fill > HIDDEN_BELOW:
         raise NoMatch("hidden scores are filled with a value that still gets weight")
+    hidden = _read(mask, _View(hides, fill, True), statics)
+    return hidden if _number(base, statics) == 0 else _read(base, view, statics) + hidden
 
 
 def _scattered(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
@@ -186,6 +192,9 @@ def _scattered(node: fx.Node, view: _View, statics: StaticValues) -> Masks:
     rank = len(shape_of(node))
     if others is None or given["dim"] % rank != rank - 1:
         raise NoMatch(_why_not_static(None))
+    of_mask, of_list = ([size_expression(size) for size in shape_of(x)[:-1]] for x in (node, given["index"]))
+    if of_mask != of_list:
+        raise NoMatch("its mask has rows that the list of chosen keys has none for")
     if view.as_bool:
         is_choice = bool(others) is view.hides and bool(chosen) is not view.hides
     else:

@@ -9,7 +9,7 @@ from tree_compile.runtime.attention_cpu import attention_op
 from tree_compile.runtime.attention_cuda import flex_tree_attention
 from tree_compile.runtime.attention_score import Score
 
-__all__ = ["tree_attention"]
+__all__ = ["in_autocast_dtype", "tree_attention"]
 
 
 def tree_attention(
@@ -56,7 +56,7 @@ def tree_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or a bias would need a gradient.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, segments)
     _check_biases(key_bias, pair_bias)
     if query.device.type == "cuda":
@@ -66,7 +66,8 @@ def tree_attention(
     return out
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as attention takes them under autocast; as they are where that is off."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from tree_compile.runtime import sparse_kernels
+from tree_compile.runtime.attention import in_autocast_dtype
 
 __all__ = ["sparse_attention"]
 
@@ -41,8 +42,8 @@ def sparse_attention(
         query: [1, Hq, T, D], floating point.
         key: [1, Hk, N, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
         value: [1, Hk, N, Dv].
-        indices: int32 or int64 [1, T, K], rows of `key` and `value`, each at most once per query; -1 is nothing, and
-            stands behind all others. Nothing is read or written there.
+        indices: int32 or int64 [1, T, K], rows of `key` and `value`, each at most once per query; -1 is nothing.
+            Nothing is read or written there.
         scale: factor on q.k.
         sinks: [Hq], one more logit per head in the softmax's denominator; receives a gradient.
 
@@ -53,16 +54,9 @@ def sparse_attention(
     Raises:
         ValueError: shapes do not fit together.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, indices)
     return sparse_attention_op(query, key, value, indices, sinks, scale)[0]
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> None:
@@ -83,12 +77,14 @@ def sparse_attention_op(
         return _by_kernels(query, key, value, indices, sinks, scale, out, lse)
     inputs, sink = _grouped(query, key, value), _grouped_sinks(sinks, key.shape[1], lse.dtype)
     grouped_out, grouped_lse = _per_key_head(out, key.shape[1]), _per_key_head(lse[..., None], key.shape[1])
-    for rows, index in _chunks(indices[0], inputs):
-        scores = _scores(inputs, rows, index, scale)
+    grouped_out.zero_()
+    grouped_lse.copy_(inputs.query.new_full((), -torch.inf) if sink is None else sink)
+    for queries, index in _chunks(indices[0], inputs):
+        scores = _scores(inputs, queries, index, scale)
         total = scores.logsumexp(-1, keepdim=True)
         total = total if sink is None else torch.logaddexp(total, sink)
-        grouped_out[:, rows] = _weights(scores, total) @ _take(inputs.value, index)
-        grouped_lse[:, rows] = total
+        grouped_out[:, queries] = ((scores - total).exp() @ _take(inputs.value, index)).to(out.dtype)
+        grouped_lse[:, queries] = total
     return out, lse
 
 
@@ -137,13 +133,13 @@ def _backward_op(
     inputs = _grouped(query, key, value)
     totals = _Inputs(*(torch.zeros_like(tensor) for tensor in inputs))
     grads, outs, lses = (_per_key_head(x, heads).to(lse.dtype) for x in (grad, out, lse[..., None]))
-    for rows, index in _chunks(indices[0], inputs):
-        weights = _weights(_scores(inputs, rows, index, scale), lses[:, rows])
-        part = grads[:, rows]
+    for queries, index in _chunks(indices[0], inputs):
+        weights = (_scores(inputs, queries, index, scale) - lses[:, queries]).exp()
+        part, own = grads[:, queries], (grads[:, queries] * outs[:, queries]).sum(-1, keepdim=True)
         _add(totals.value, index, weights.mT @ part)
-        slope = weights * (part @ _take(inputs.value, index).mT - (part * outs[:, rows]).sum(-1, keepdim=True)) * scale
-        totals.query[:, rows] = slope @ _take(inputs.key, index)
-        _add(totals.key, index, slope.mT @ inputs.query[:, rows])
+        slope = weights * (part @ _take(inputs.value, index).mT - own) * scale
+        totals.query[:, queries] = slope @ _take(inputs.key, index)
+        _add(totals.key, index, slope.mT @ inputs.query[:, queries])
     found = totals.query.transpose(1, 2).flatten(0, 1)[None], totals.key[None], totals.value[None]
     return *_like(found, query, key, value), to_sinks
 
@@ -180,28 +176,27 @@ class _Index(NamedTuple):
     empty: Tensor
 
 
-def _chunks(indices: Tensor, inputs: _Inputs) -> Iterator[tuple[slice, _Index]]:
-    """The queries in chunks, with the rows that they read; what stands for nothing is read as the first row."""
+def _chunks(indices: Tensor, inputs: _Inputs) -> Iterator[tuple[Tensor, _Index]]:
+    """The queries that read something, int64 [n], in chunks, with their rows.
+
+    What stands for nothing is read as another row of the same query, whose weight is then 0 at that place.
+    """
     heads, _, width = inputs.key.shape
     on_cpu = indices.device.type == "cpu"
     numbers = heads * indices.shape[1] * max(width, inputs.value.shape[2])
-    count = max(1, (_BUDGET if on_cpu else _DEVICE_BUDGET) // max(1, numbers))
-    for start in range(0, len(indices), count):
-        some = indices[start : start + count].long()
+    readers = (indices >= 0).any(1).nonzero().squeeze(1)
+    for queries in readers.split(max(1, (_BUDGET if on_cpu else _DEVICE_BUDGET) // max(1, numbers))):
+        some = indices[queries].long()
         if on_cpu:
-            some = some[:, : max(1, int((some >= 0).sum(1).max()))]
+            some = some[:, (some >= 0).any(0)]
         empty = some < 0
-        yield slice(start, start + len(some)), _Index(torch.where(empty, some[:, :1].clamp(min=0), some), empty)
+        yield queries, _Index(torch.where(empty, some.max(1, keepdim=True).values, some), empty)
 
 
-def _scores(inputs: _Inputs, rows: slice, index: _Index, scale: float) -> Tensor:
+def _scores(inputs: _Inputs, queries: Tensor, index: _Index, scale: float) -> Tensor:
     """[Hk, n, group, K], -inf where there is nothing."""
-    scores = scale * (inputs.query[:, rows] @ _take(inputs.key, index).mT)
+    scores = scale * (inputs.query[:, queries] @ _take(inputs.key, index).mT)
     return scores.masked_fill_(index.empty[:, None], -torch.inf)
-
-
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse))
 
 
 def _take(tensor: Tensor, index: _Index) -> Tensor:

@@ -99,7 +99,10 @@ def backward(
     grads, queries, outs = (_by_key_head(tensor, key_heads, shape.heads) for tensor in (grad, query, out))
     sums = _by_key_head(lse[..., None], key_heads, shape.heads)[..., 0]
     query_grad = torch.empty_like(queries)
-    key_grad, value_grad = (torch.zeros_like(tensor[0], dtype=torch.float32) for tensor in (key, value))
+    # Their own strides would be those of a transposed key; a kernel takes compact rows.
+    key_grad, value_grad = (
+        torch.zeros(tensor.shape[1:], dtype=torch.float32, device=tensor.device) for tensor in (key, value)
+    )
     for head in range(key_heads):
         kernel(
             grads[head], queries[head], _rows(key, head), _rows(value, head), blocks, scale, outs[head], sums[head],

@@ -68,7 +68,7 @@ def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor,
     """`tree_topk_index` of tensors without gradients."""
     query, key, weights = query[0], key[0], weights[0]
     kept = query.new_full((1, len(query), k), -1, dtype=torch.int32)
-    near = _scores_in_blocks(query, key, weights, segments)
+    near = _scores_in_blocks(query, key, weights, _starts(segments, k))
     for start, end, above in _blocks(segments):
         rows = slice(start, end)
         visible = _visible(len(above), end - start, key.device)
@@ -117,13 +117,13 @@ def _weighed(scores: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), scores).squeeze(1)
 
 
-def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor) -> Tensor:
-    """Scores [T, BLOCK] of every row with the rows of its own block that it sees; 0 elsewhere.
+def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
+    """Scores [T, BLOCK] of every row of `blocks` with the rows of its own block that it sees; 0 elsewhere.
 
     All queries at the same place in their blocks see equally many rows, so no pair is scored in vain.
     """
     near = query.new_zeros(len(query), BLOCK)
-    starts, sizes = _starts(segments).to(query.device).unbind(1)
+    starts, sizes = blocks.to(query.device).unbind(1)
     for place in range(BLOCK):
         for some in starts[sizes > place].split(max(1, _BUDGET // query[0].numel())):
             rows, own = some + place, some[:, None] + torch.arange(place + 1, device=query.device)
@@ -132,10 +132,15 @@ def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, segments: Ten
     return near
 
 
-def _starts(segments: Tensor) -> Tensor:
-    """The first row and the number of rows of every block, int64 [blocks, 2]."""
-    found = [(row, min(end - row, BLOCK)) for start, end, *_ in segments.tolist() for row in range(start, end, BLOCK)]
-    return torch.tensor(found).view(-1, 2)
+def _starts(segments: Tensor, k: int) -> Tensor:
+    """First row and number of rows of every block in which some query sees more than `k` rows: int64 [blocks, 2]."""
+    blocks = [
+        (row, min(end - row, BLOCK), position + row - start)
+        for start, end, _, _, position in segments.tolist()
+        for row in range(start, end, BLOCK)
+    ]
+    scored = [(row, rows) for row, rows, above in blocks if above + rows > k]
+    return torch.tensor(scored, dtype=torch.int64).view(-1, 2)
 
 
 def highest(scores: Tensor, k: int) -> Tensor:

@@ -66,7 +66,11 @@ def chosen_where(scores: Tensor) -> Tensor:
     return torch.where(~later(scores.shape[-1]), scores, torch.finfo(scores.dtype).min)
 
 
-MASKS = [filled, added, chosen_where]
+def filled_with_a_tensor(scores: Tensor) -> Tensor:
+    return scores.masked_fill(later(scores.shape[-1]), torch.tensor(-torch.inf))
+
+
+MASKS = [filled, added, chosen_where, filled_with_a_tensor]
 
 
 # Attention of query [1, H, T, D], key and value [1, H, T, D] over the rows `chosen` [1, T, k]
@@ -240,11 +244,68 @@ def list_and_window(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -
     return F.scaled_dot_product_attention(query, key, value, ~hidden.unsqueeze(1))
 
 
+def unweighed(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return (torch.matmul(query, key.mT.unsqueeze(1)).relu() * 0.5).sum(2)
+
+
+def barely_hidden(scores: Tensor) -> Tensor:
+    return scores.masked_fill(later(scores.shape[-1]), -1e4)
+
+
+def hidden_then_scaled(scores: Tensor) -> Tensor:
+    return scores.masked_fill(later(scores.shape[-1]), -1e38) * 1e-35
+
+
+def barely_lowered(scores: Tensor) -> Tensor:
+    return scores + torch.zeros(scores.shape[-2:]).masked_fill(later(scores.shape[-1]), -1e5)
+
+
+def mask_as_bias(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    bias = query.new_full((1, 1, length, length), -torch.inf).scatter(-1, chosen.unsqueeze(1), 0.0)
+    return F.scaled_dot_product_attention(query, key, value, bias + ~later(length))
+
+
+def list_as_bias(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    shown = torch.zeros(1, 1, length, length, dtype=torch.bool).scatter(-1, chosen.unsqueeze(1), True)
+    bias = torch.zeros(length, length).masked_fill(later(length), -torch.inf)
+    return F.scaled_dot_product_attention(query, key, value, shown.to(query.dtype) + bias)
+
+
+def numbers_inverted(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.ones(1, 1, length, length, dtype=torch.int64).scatter(-1, chosen.unsqueeze(1), 0)
+    return F.scaled_dot_product_attention(query, key, value, (~hidden).bool() & ~later(length))
+
+
+def list_for_one_head(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    hidden = torch.ones(1, 2, length, length, dtype=torch.bool).scatter(-1, chosen.unsqueeze(1), False)
+    return F.scaled_dot_product_attention(query, key, value, ~(hidden | later(length)))
+
+
+def scaled_after_hiding(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    keys, values = (tensor[0, 0][chosen[0]] for tensor in (key, value))
+    hidden = chosen[0] > torch.arange(query.shape[2])[:, None]
+    scores = torch.einsum("hqd,qkd->hqk", query[0], keys).masked_fill(hidden, -1e5) * 1e-5
+    return torch.einsum("hqk,qkd->hqd", scores.softmax(-1), values)[None]
+
+
 def numbers_as_values(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
     return mask_of_list(query, key, value, chosen) + chosen[:, None, :, :1].to(value.dtype)
 
 
 REFUSED: dict[str, tuple[Form, str]] = {
+    "unweighed": (Form(scores=unweighed), "not over heads that are weighed"),
+    "barely_hidden": (Form(mask=barely_hidden), "still may be chosen"),
+    "hidden_then_scaled": (Form(mask=hidden_then_scaled), "still may be chosen"),
+    "barely_lowered": (Form(mask=barely_lowered), "still may be chosen"),
+    "mask_as_bias": (Form(attention=mask_as_bias), "used as a number"),
+    "list_as_bias": (Form(attention=list_as_bias), "hides the keys of a list"),
+    "numbers_inverted": (Form(attention=numbers_inverted), "combined as numbers"),
+    "list_for_one_head": (Form(attention=list_for_one_head), "has rows that the list"),
+    "scaled_after_hiding": (Form(attention=scaled_after_hiding), "changed after some were hidden"),
     "smallest": (Form(choose=smallest), "does not choose the keys with the highest scores"),
     "by_sorting": (Form(choose=by_sorting), "chosen by aten::slice"),
     "without_cut_off": (Form(scores=without_cut_off), "depends on the tokens"),
@@ -271,12 +332,12 @@ def test_form_is_refused_with_its_line(name: str) -> None:
 
 
 def test_list_without_a_causal_mask_is_refused() -> None:
-    with pytest.raises(BidirectionalAttentionError):
+    with pytest.raises(BidirectionalAttentionError, match="it has no mask"):
         treecompile(model_of(Form(attention=list_without_causal_mask)), backend="eager")(SEQUENCES)
 
 
 def test_numbers_of_chosen_keys_are_no_values() -> None:
-    with pytest.raises(TokenMixingError):
+    with pytest.raises(TokenMixingError, match="relates every token to every other"):
         treecompile(model_of(Form(attention=numbers_as_values)), backend="eager")(SEQUENCES)
 
 

@@ -165,7 +165,7 @@ def _bucketize(step: Step) -> Value:
     return step.value("self")
 
 
-@rule("conv1d.default conv2d.default conv3d.default")
+@rule("conv1d conv2d conv3d")
 def _convolution(step: Step) -> Value:
     known = step.value("input")
     step.require_no_tokens("weight", "bias")
@@ -173,7 +173,9 @@ def _convolution(step: Step) -> Value:
         axis is not None and size != 1 for axis, size in zip(known.axes[2:], shape_of(step["weight"])[2:], strict=True)
     ):
         raise Mixes("it mixes neighbouring tokens")
-    if any(axis is not None for axis in known.axes[2:]) and any(number != 0 for number in step["padding"]):
+    # A kernel of one token is not padded by "same".
+    is_padded = not isinstance(step["padding"], str) and any(step["padding"])
+    if is_padded and any(axis is not None for axis in known.axes[2:]):
         raise Mixes("it shifts or extends the tokens")
     return known
 

@@ -29,7 +29,7 @@ def causal_convolution(
     Raises:
         ValueError: `weight` or `bias` has another shape.
     """
-    require_shape("weight", weight, (values.shape[2], weight.shape[-1]))
+    require_shape("weight", weight, (values.shape[2], max(weight.shape[-1], 1)))
     require_shape("bias", bias, (values.shape[2],))
     width, dtype = weight.shape[-1], computed_in(values)
     wide, weight = values.to(dtype), weight.to(dtype)

@@ -112,6 +112,7 @@ def estimate(
             f"group_counts is {counts}; it must be counts of at most the {len(members)} groups of the pool"
         )
     check_fits(batch.lengths, min(lengths))
+    seed = check_count("seed", seed, 0)
     random, found = np.random.default_rng(seed), []
     for count in counts:
         drawn = [_draw(batch, members, count, random) for _ in range(1 if count == len(members) else samples)]
@@ -132,12 +133,18 @@ def _counts(name: str, values: Any) -> list[int]:
 def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]:
     if groups is None:
         return [[sequence] for sequence in range(len(batch))]
-    if len(groups) != len(batch):
-        raise ValueError(f"groups is of {len(groups)} entries; it must be one for each of the {len(batch)} sequences")
-    found: dict[Hashable, list[int]] = {}
     # Entries of a tensor are equal to themselves alone.
-    for sequence, group in enumerate(groups.tolist() if hasattr(groups, "tolist") else groups):
-        found.setdefault(group, []).append(sequence)
+    names: Any = groups.tolist() if hasattr(groups, "tolist") else groups
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise ValueError(f"groups is a {type(groups).__name__}; it must be a list of one group for each sequence")
+    if len(names) != len(batch):
+        raise ValueError(f"groups is of {len(names)} entries; it must be one for each of the {len(batch)} sequences")
+    found: dict[Hashable, list[int]] = {}
+    for sequence, group in enumerate(names):
+        try:
+            found.setdefault(group, []).append(sequence)
+        except TypeError:
+            raise ValueError(f"groups is of entries such as {group!r}; it must be of hashable ones") from None
     return list(found.values())
 
 

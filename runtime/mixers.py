@@ -59,18 +59,25 @@ def mixer(
         keys: as in `Mixer`.
 
     Raises:
-        ValueError: another module has declared an op of that name, or the op has no such arguments.
+        ValueError: another op of that name has been declared, or the op has no such arguments. A module that is
+            loaded again may declare its own anew.
     """
 
     def declare(op: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         known = MIXERS.get(op.__name__)
-        if known is not None and known.op.__module__ != op.__module__:
+        if known is not None and known.op is not op and not _replaces(op, known.op):
             raise ValueError(f"there is a mixer {op.__name__} in {known.op.__module__}; choose another name")
         _check_names(op, tokens, like)
         MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, keys)
         return op
 
     return declare
+
+
+def _replaces(op: Callable[..., Any], known: Callable[..., Any]) -> bool:
+    """Whether `op` has the name of `known` in its module too. What functions make has none there."""
+    names = [(function.__module__, function.__qualname__) for function in (op, known)]
+    return names[0] == names[1] and "<locals>" not in op.__qualname__
 
 
 def _check_names(op: Callable[..., Any], tokens: Mapping[str, int | None], like: str) -> None:

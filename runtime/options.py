@@ -88,7 +88,8 @@ def check_count(name: str, value: Any, least: int) -> int:
         ValueError: it is not one; names the option.
     """
     try:
-        count = operator.index(value)
+        # True is no count, though Python takes it for 1.
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = least - 1
     if count < least:

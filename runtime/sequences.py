@@ -121,12 +121,15 @@ def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
         label: what errors call it.
 
     Raises:
-        TokenTypeError: it is none of these.
+        TokenTypeError: it is none of these, or one is not finite.
     """
-    array = _as_array(value != 0 if _is_tensor(value) else value, label, "bools or numbers", MASK_WHY, MASK_HINT)
+    is_tensor = _is_tensor(value)
+    array = _as_array(value != 0 if is_tensor else value, label, "bools or numbers", MASK_WHY, MASK_HINT)
     if array.dtype.kind not in "biuf":
         what = f"{label} is of type {array.dtype}, not of bools or numbers."
         raise TokenTypeError(what, why=MASK_WHY, hint=MASK_HINT)
+    if not (value.isfinite() if is_tensor else np.isfinite(array)).all():
+        raise TokenTypeError(f"{label} has entries that are not finite.", why=MASK_WHY, hint=MASK_HINT)
     return array != 0
 
 

@@ -132,12 +132,51 @@ def test_function_that_is_registered_is_computed_by_its_replacement():
         register_mixer(torch.add, replacement)
 
 
+def test_defaults_of_a_registered_function_are_those_of_its_replacement():
+    def theirs(x, alpha=0.5, eps=1e-6):
+        state, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = alpha * state + x[:, t]
+            out.append(state)
+        return torch.stack(out, 1)
+
+    def replacement(x, alpha):
+        decay, one = torch.full_like(x[..., 0], alpha).log(), torch.ones_like(x[..., :1])
+        return one_node(linear_attention, query=one, key=one, value=x, decay=decay, scale=1.0)
+
+    register_mixer(theirs, replacement)
+    assert check(lambda q, k, v, g, b: theirs(v)).greatest_output_difference < 1e-5
+
+
 def test_op_with_the_name_of_another_is_refused():
     def token_shift(values, tree=None):
         return values
 
     with pytest.raises(ValueError, match=r"there is a mixer token_shift in tree_compile.runtime.causal_convolution"):
         mixer({"values": 1}, "values")(token_shift)
+
+
+def averages_over(kept):
+    def average_over(values, tree=None):
+        return values * kept
+
+    return average_over
+
+
+def test_second_op_that_a_function_makes_is_refused():
+    declare, op = mixer({"values": 1}, "values"), averages_over(0.5)
+    assert declare(declare(op)) is op
+    with pytest.raises(ValueError, match="there is a mixer average_over in"):
+        declare(averages_over(0.7))
+
+
+def test_module_that_is_loaded_again_declares_its_op_anew():
+    def load():
+        loaded = {"__name__": "loaded_again"}
+        exec("def average_of_a_module(values, tree=None): return values", loaded)
+        return mixer({"values": 1}, "values")(loaded["average_of_a_module"])
+
+    assert load() is not load()
 
 
 @pytest.mark.parametrize(

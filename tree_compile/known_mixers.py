@@ -40,7 +40,8 @@ def register_mixer(function: Callable[..., Any], replacement: Replacement) -> No
         function: a Python function that models call. Functions that are declared with `runtime.mixers.mixer` need no
             entry.
         replacement: is called instead while a model is captured, with the arguments by the names that `function` gives
-            them; returns what `function` would, with `one_node(op, …)` for what it computes.
+            them, and with the defaults of `function` for what it names as well; returns what `function` would, with
+            `one_node(op, …)` for what it computes.
 
     Raises:
         TypeError: `function` is not a Python function.
@@ -82,11 +83,14 @@ def _by_own_names(function: types.FunctionType, replacement: Replacement) -> Rep
     """Calls `replacement` with the arguments by the names that `function` gives them, however they were passed."""
     signature = inspect.signature(function)
     rest = next((p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
+    asked = inspect.signature(replacement).parameters
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+    defaults = {name: value for name, value in defaults.items() if name in asked}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
         others = given.pop(rest, {})
-        return replacement(**given, **others)
+        return replacement(**(defaults | given), **others)
 
     return call
 

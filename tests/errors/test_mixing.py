@@ -31,8 +31,8 @@ def one_token_for_all(model, x, ids):
     return x + x[:, 0, None]
 
 
-def shift_by_padding(model, x, ids):
-    return F.pad(x[:, :-1], (0, 0, 1, 0))
+def shift_that_keeps_another(model, x, ids):
+    return F.pad(x[:, 1:], (0, 0, 1, 0))
 
 
 def shift_by_two(model, x, ids):
@@ -43,8 +43,13 @@ def shift_that_repeats(model, x, ids):
     return F.pad(x, (0, 0, 1, -1), value=1.0)
 
 
-def shift_by_cat(model, x, ids):
-    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+def shift_with_a_vector_in_front(model, x, ids):
+    return torch.cat([torch.ones_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def shift_whose_padding_is_read(model, x, ids):
+    padded = F.pad(x, (0, 0, 1, 0))
+    return padded[:, :-1] + padded[:, 1:]
 
 
 def shift_by_roll(model, x, ids):
@@ -143,6 +148,35 @@ def convolution_that_looks_ahead(model, x, ids):
     return F.conv1d(x.mT, torch.ones(WIDTH, 1, 4, dtype=x.dtype), padding=3, groups=WIDTH)[..., 1 : x.shape[1] + 1].mT
 
 
+def padded_convolution(x):
+    return F.conv1d(x.mT, torch.ones(WIDTH, 1, 4, dtype=x.dtype), padding=3, groups=WIDTH)
+
+
+def convolution_in_parts(model, x, ids):
+    return torch.cat([part[..., : x.shape[1]] for part in padded_convolution(x).split(4, 1)], 1).mT
+
+
+def convolution_in_chunks(model, x, ids):
+    return padded_convolution(x).chunk(2, 1)[0][..., : x.shape[1]].mT.repeat(1, 1, 2)
+
+
+def convolution_by_its_flip(model, x, ids):
+    both = padded_convolution(x)
+    return (both * both.flip(2))[..., : x.shape[1]].mT
+
+
+def convolution_by_its_places(model, x, ids):
+    return (padded_convolution(x) * torch.arange(x.shape[1] + 3))[..., : x.shape[1]].mT
+
+
+def convolution_with_dropout(model, x, ids):
+    return F.dropout(padded_convolution(x), 0.5)[..., : x.shape[1]].mT
+
+
+def convolution_padded_on_both_sides(model, x, ids):
+    return F.conv1d(x.mT, torch.ones(WIDTH, 1, 3, dtype=x.dtype), padding="same", groups=WIDTH).mT
+
+
 def convolution(model, x, ids):
     return F.conv1d(x.mT, torch.ones(WIDTH, 1, 3, dtype=x.dtype), padding=1, groups=WIDTH).mT
 
@@ -196,10 +230,11 @@ PLACES = [
     (max_pooling, "x.amax(1", f"reduces {ALONG}"),
     (first_token_for_all, "x[:, :1]", "cuts or shifts the tokens"),
     (one_token_for_all, "x[:, 0, None]", "takes one token out of all"),
-    (shift_by_padding, "F.pad(x[:, :-1]", "cuts or shifts the tokens"),
+    (shift_that_keeps_another, "F.pad(x[:, 1:]", "cuts or shifts the tokens"),
     (shift_by_two, "F.pad(x, ", "shifts or extends the tokens"),
     (shift_that_repeats, "F.pad(x, ", "shifts or extends the tokens"),
-    (shift_by_cat, "torch.cat", "cuts or shifts the tokens"),
+    (shift_with_a_vector_in_front, "torch.cat", "cuts or shifts the tokens"),
+    (shift_whose_padding_is_read, "F.pad(x, ", "shifts or extends the tokens"),
     (shift_by_roll, "x.roll(1, 1)", f"shifts {ALONG}"),
     (shift_by_writing, "shifted[:, 1:] = ", "cuts or shifts the tokens"),
     (previous_token, "ids.roll(1, 1)", f"shifts {ALONG}"),
@@ -222,7 +257,13 @@ PLACES = [
     (causal_convolution_over_channels, "F.pad(x.mT, (3, 0))", "shifts or extends the tokens"),
     (dilated_convolution, "F.pad(x.mT, (6, 0))", "shifts or extends the tokens"),
     (convolution_that_looks_ahead, "F.conv1d", "mixes neighbouring tokens"),
-    (convolution, "F.conv1d", "mixes neighbouring tokens"),
+    *(
+        (step, "F.conv1d", "mixes neighbouring tokens")
+        for step in (
+            convolution_in_parts, convolution_in_chunks, convolution_by_its_flip, convolution_by_its_places,
+            convolution_with_dropout, convolution_padded_on_both_sides, convolution,
+        )
+    ),
     (every_other_token, "F.conv1d", "do not fit to the tokens"),
     (tokens_as_features, "model.rows.T", "relates every token to every other"),
     (count_of_a_token, "(ids == 1).sum()", f"reduces {ALONG}"),

@@ -52,6 +52,12 @@ def test_size_without_meaning_is_refused(options):
         {"group_counts": 1},
         {"group_counts": []},
         {"group_counts": [1.5]},
+        {"groups": [[1]]},
+        {"groups": [(1, [2])]},
+        {"groups": {"a": 0}},
+        {"groups": (name for name in "a")},
+        {"seed": "a"},
+        {"seed": -1},
     ],
 )
 def test_estimate_without_meaning_is_refused(options):

@@ -198,6 +198,7 @@ def test_row_of_an_unknown_sequence_is_refused(sequence):
         ({"row_tokens": 1.5}, "row_tokens is 1.5"),
         ({"min_shared_tokens": 0}, "min_shared_tokens is 0"),
         ({"row_tokens": -1}, "row_tokens is -1; it must be a whole number of at least 1"),
+        ({"row_tokens": True}, "row_tokens is True; it must be a whole number of at least 1"),
         ({"plan_seconds": -1}, "plan_seconds is -1; it must be a number of 0 or more"),
         ({"plan_seconds": float("nan")}, "plan_seconds is nan"),
         ({"plan_seconds": "soon"}, "plan_seconds is 'soon'"),
@@ -413,6 +414,12 @@ def test_trainable_that_is_no_list_of_marks_is_told_what_marks_are(mask):
         plan_rows([[1, 2], [3, 4]], share="context", trainable=[[0, 1], mask])
     assert "whether it is trained on" in raised.value.why
     assert "one 0 or 1 for every token" in raised.value.hint
+
+
+@pytest.mark.parametrize("mask", [[0, float("nan")], torch.tensor([float("inf"), 0])])
+def test_trainable_that_is_not_finite_is_refused(mask):
+    with pytest.raises(TokenTypeError, match="trainable of sequence 1 has entries that are not finite"):
+        plan_rows([[1, 2], [3, 4]], share="context", trainable=[[0, 1], mask])
 
 
 def test_trainable_may_be_a_tensor_on_a_device():

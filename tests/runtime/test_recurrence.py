@@ -372,6 +372,7 @@ MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "a selective state of one channel": ("selective scan", "initial_state", (1, 1, E), "initial_state"),
     "no tokens to scan": ("selective scan", "values", (1, 0, D), "no tokens"),
     "a weight of one channel": ("convolution", "weight", (1, 4), "weight"),
+    "a weight of no token": ("convolution", "weight", (D, 0), "weight"),
     "a bias for each token": ("convolution", "bias", (50, 1), "bias"),
 }
 

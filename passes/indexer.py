@@ -14,7 +14,16 @@ from torch import fx
 from tree_compile.passes.masks import Mask, NoMatch, read_masks
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
-from tree_compile.passes.roles import Roles, factor_of, laid_out, number_of, product, same_numbers, sizes_of
+from tree_compile.passes.roles import (
+    Roles,
+    factor_of,
+    keeps_numbers,
+    laid_out,
+    number_of,
+    product,
+    same_numbers,
+    sizes_of,
+)
 from tree_compile.passes.shapes import in_dtype, is_tensor, shape_of, size_expression
 from tree_compile.passes.static_values import Pair, StaticValues
 
@@ -47,7 +56,7 @@ def topk_of(index: fx.Node) -> fx.Node:
         NoMatch: they come from something else.
     """
     node: Any = index
-    while node.target in _SAME_NUMBERS:
+    while node.target in _SAME_NUMBERS and keeps_numbers(node):
         node = node.args[0]
     topk: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
     if topk is None or topk.target is not aten.topk.default:
@@ -115,9 +124,12 @@ def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask
         elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
             masks += _filled(node.args[1], True, number_of(node.args[2], statics), factor, statics)
             scores = scores.moved(node.args[0], scores.names)
-        elif node.target in (aten.where.self, aten.where.ScalarOther):
-            masks += _filled(node.args[0], False, number_of(node.args[2], statics), factor, statics)
-            scores = scores.moved(node.args[1], scores.names)
+        elif node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+            first, second = (number_of(part, statics) for part in node.args[1:3])
+            is_hidden_where_true = first is not None
+            fill, rest = (first, node.args[2]) if is_hidden_where_true else (second, node.args[1])
+            masks += _filled(node.args[0], is_hidden_where_true, fill, factor, statics)
+            scores = scores.moved(rest, scores.names)
         elif node.target is aten.add.Tensor and not node.kwargs:
             added, rest = node.args if node.args[0] in statics.nodes else node.args[::-1]
             masks += _added(added, factor, statics)

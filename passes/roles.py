@@ -88,9 +88,22 @@ def same_numbers(given: Roles) -> Roles | None:
     """What a node has from its only input in another shape or dtype; None where it does something else."""
     node: Any = given.node
     mover = _MOVERS.get(node.target)
-    if mover is None or (node.target is aten.slice.Tensor and _sizes(node) != _sizes(node.args[0])):
+    if mover is None or not keeps_numbers(node):
+        return None
+    if node.target is aten.slice.Tensor and _sizes(node) != _sizes(node.args[0]):
         return None
     return given.moved(node.args[0], mover(node, list(given.names)))
+
+
+def keeps_numbers(node: fx.Node) -> bool:
+    """Whether the dtype of a node holds the numbers of its only input, up to rounding: no truths, no narrow integers."""
+    source: Any = node.args[0]
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    if after == before:
+        return True
+    if after.is_floating_point:
+        return bool(before.is_floating_point)
+    return after in (torch.int32, torch.int64) and before in (torch.int32, torch.int64)
 
 
 def _sizes(node: Any) -> list[Any]:

@@ -70,7 +70,11 @@ def filled_with_a_tensor(scores: Tensor) -> Tensor:
     return scores.masked_fill(later(scores.shape[-1]), torch.tensor(-torch.inf))
 
 
-MASKS = [filled, added, chosen_where, filled_with_a_tensor]
+def hidden_where(scores: Tensor) -> Tensor:
+    return torch.where(later(scores.shape[-1]), -torch.inf, scores)
+
+
+MASKS = [filled, added, chosen_where, filled_with_a_tensor, hidden_where]
 
 
 # Attention of query [1, H, T, D], key and value [1, H, T, D] over the rows `chosen` [1, T, k]
@@ -248,6 +252,28 @@ def unweighed(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return (torch.matmul(query, key.mT.unsqueeze(1)).relu() * 0.5).sum(2)
 
 
+def truths_of_pairs(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    scores = torch.matmul(query, key.mT.unsqueeze(1)).bool().to(query.dtype).relu()
+    return torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
+
+
+def whole_pairs(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    scores = torch.matmul(query, key.mT.unsqueeze(1)).int().to(query.dtype).relu()
+    return torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
+
+
+def truths_of_scores(scores: Tensor) -> Tensor:
+    return filled(scores.bool().to(scores.dtype))
+
+
+def wrapped_indices(scores: Tensor) -> Tensor:
+    return scores.topk(min(CHOSEN, scores.shape[-1])).indices.to(torch.uint8).long()
+
+
+def rounded_indices(scores: Tensor) -> Tensor:
+    return scores.topk(min(CHOSEN, scores.shape[-1])).indices.to(torch.bfloat16).long()
+
+
 def barely_hidden(scores: Tensor) -> Tensor:
     return scores.masked_fill(later(scores.shape[-1]), -1e4)
 
@@ -297,6 +323,12 @@ def numbers_as_values(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor)
 
 
 REFUSED: dict[str, tuple[Form, str]] = {
+    "truths_of_pairs": (Form(scores=truths_of_pairs), "index scores"),
+    "whole_pairs": (Form(scores=whole_pairs), "index scores"),
+    "truths_of_scores": (Form(mask=truths_of_scores), "index scores"),
+    "wrapped_indices": (Form(choose=wrapped_indices), "chosen by aten::to"),
+    "rounded_indices": (Form(choose=rounded_indices), "chosen by aten::to"),
+    "wrapped_indices_of_a_gather": (Form(choose=wrapped_indices, attention=indexed_keys), "after the query|aten::to"),
     "unweighed": (Form(scores=unweighed), "not over heads that are weighed"),
     "barely_hidden": (Form(mask=barely_hidden), "still may be chosen"),
     "hidden_then_scaled": (Form(mask=hidden_then_scaled), "still may be chosen"),

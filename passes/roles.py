@@ -96,7 +96,7 @@ def same_numbers(given: Roles) -> Roles | None:
 
 
 def keeps_numbers(node: fx.Node) -> bool:
-    """Whether the dtype of a node holds the numbers of its only input, up to rounding: no truths, no narrow integers."""
+    """Whether the dtype of a node holds the numbers of its only input, up to rounding: no truths, none that wrap."""
     source: Any = node.args[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if after == before:

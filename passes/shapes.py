@@ -28,7 +28,7 @@ def size_expression(size: Any) -> sympy.Expr:
     """A size, an int, a SymInt or an expression, as an expression in T."""
     if isinstance(size, sympy.Expr):
         return size
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.Integer(size)
 
 
 def token_factor(size: Any, symbol: sympy.Symbol) -> int:

@@ -5,6 +5,7 @@ Only read here; nothing is changed. An entry is closed for the query that closes
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -256,7 +257,8 @@ class WindowReader:
             raise NoMatch("its indexer does not choose the entries with the highest scores")
         pairs = {node: Pair(kind.samples) for node, kind in self.statics.kinds.items() if isinstance(kind, WindowPair)}
         scores = read_index_scores(topk, replace(self.statics, kinds={**self.statics.kinds, **pairs}))
-        if not any(self.mask(mask.node, mask.hides).closed for mask in scores.masks):
+        seen = functools.reduce(operator.and_, (self.mask(mask.node, mask.hides) for mask in scores.masks), Seen())
+        if not seen.closed or seen.chosen is not None:
             raise NoMatch("its indexer chooses among entries whose windows end behind the query")
         return scores
 

@@ -120,11 +120,13 @@ class StaticValues:
         nodes: every static node.
         kinds: what each static tensor means that a node outside the static part uses.
         proved_length: greatest number of tokens that the classification holds for, None for no limit.
+        longest: greatest number of tokens that the graph holds for, None for no limit.
     """
 
     nodes: frozenset[fx.Node]
     kinds: Mapping[fx.Node, Kind]
     proved_length: int | None
+    longest: int | None = None
 
 
 def find_static_values(
@@ -148,7 +150,7 @@ def find_static_values(
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
         kinds |= search.kinds_of(group, greatest)
     ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
-    return StaticValues(frozenset(nodes), ordered, min(search.proved, default=None))
+    return StaticValues(frozenset(nodes), ordered, min(search.proved, default=None), longest)
 
 
 @dataclass

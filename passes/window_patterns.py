@@ -21,7 +21,7 @@ from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW, as_visibility
 from tree_compile.passes.probing import evaluate
 from tree_compile.passes.shapes import extent, is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Fill, Fixed, Pair, StaticValues, Table, WindowPair
+from tree_compile.passes.static_values import FIRST_REACH, Fill, Fixed, Pair, StaticValues, Table, WindowPair
 
 aten = torch.ops.aten
 _SAME = {
@@ -40,8 +40,6 @@ _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 _EITHER = {aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
-_PROBE = 5
-"""A threshold is compared at as many windows and some tokens."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +237,7 @@ class WindowReader:
             node = node.args[0]
         if not isinstance(self.statics.kinds.get(node), Table):
             return False
-        tokens = _PROBE * self.window + 2
+        tokens = self.statics.proved_length or self.statics.longest or FIRST_REACH
         value = evaluate(self.graph_module, self.statics.nodes, {node}, tokens)[node].flatten()
         expected = (torch.arange(tokens, device=value.device) + 1) // self.window
         return value.shape == expected.shape and bool((value == expected).all())

@@ -177,6 +177,61 @@ def chosen_and_not_closed(model, x, ids):
     return x + attend(model, x, entries_of(x), seen)
 
 
+def chosen_from_the_nearest(model, x, ids):
+    number = torch.arange(x.shape[1] // M)
+    too_old = number < (torch.arange(x.shape[1])[:, None] + 1) // M - 3
+    scores = index_scores(model, x).masked_fill(too_old, -torch.inf).masked_fill(~closed(x), -torch.inf)
+    best = scores.topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
+def below_threshold(model, x, threshold):
+    windows = x.shape[1] // M
+    best = index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, windows)).indices
+    index = torch.where(best >= threshold[None, :, None], windows, best)
+    return torch.zeros(1, x.shape[1], windows + 1, dtype=torch.bool).scatter(-1, index, True)[..., :windows]
+
+
+def chosen_below_a_clamped_threshold(model, x, ids):
+    threshold = ((torch.arange(x.shape[1]) + 1) // M).clamp(max=7)
+    return x + attend(model, x, entries_of(x), below_threshold(model, x, threshold))
+
+
+def attend_by(model, x, mask):
+    query, key, value = model.heads(x)
+    key, value = (
+        torch.cat([own, entries_of(own.transpose(1, 2).flatten(2)).unflatten(-1, (2, -1)).transpose(1, 2)], 2)
+        for own in (key, value)
+    )
+    return merged(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def joined_mask_as_bias(model, x, ids):
+    return x + attend_by(model, x, torch.cat([near(x), closed(x)], -1)[None].to(x.dtype))
+
+
+def joined_bias_as_mask(model, x, ids):
+    bias = torch.cat([part.to(x.dtype).masked_fill(~part, -torch.inf) for part in (near(x), closed(x))], -1)
+    return x + attend_by(model, x, bias.bool())
+
+
+def chosen_mask_as_bias(model, x, ids):
+    tokens = torch.zeros_like(near(x), dtype=x.dtype).masked_fill(~near(x), -torch.inf)
+    return x + attend_by(model, x, torch.cat([tokens[None], chosen(model, x).to(x.dtype)], -1))
+
+
+def promoted_mask(model, x, ids):
+    tokens = torch.zeros_like(near(x), dtype=x.dtype).masked_fill(~near(x), -torch.inf)
+    return x + attend_by(model, x, torch.cat([tokens, closed(x)], -1))
+
+
+def chosen_for_some_tokens(model, x, ids):
+    best = index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best[:, :1], True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
 def all_tokens_as_well(model, x, ids):
     return x + attend(model, x, entries_of(x), closed(x), near(x, window=1 << 20))
 
@@ -186,6 +241,13 @@ FORMS = [
     (every_entry, "scaled_dot_product_attention", "whose windows end behind it"),
     (chosen_from_all, "scaled_dot_product_attention", "chooses among entries whose windows end behind"),
     (chosen_and_not_closed, "scaled_dot_product_attention", "whose windows end behind it"),
+    (chosen_from_the_nearest, "scaled_dot_product_attention", "sees other entries"),
+    (chosen_below_a_clamped_threshold, "scaled_dot_product_attention", "entries that its index drops"),
+    (joined_mask_as_bias, "scaled_dot_product_attention", "between truth and number"),
+    (joined_bias_as_mask, "scaled_dot_product_attention", "between truth and number"),
+    (chosen_mask_as_bias, "scaled_dot_product_attention", "of its mask over entries is not known"),
+    (promoted_mask, "scaled_dot_product_attention", "between truth and number"),
+    (chosen_for_some_tokens, "scaled_dot_product_attention", "for some of the tokens"),
     (all_tokens_as_well, "scaled_dot_product_attention", "a window of tokens and no others"),
 ]
 
@@ -195,8 +257,18 @@ def test_attention_to_entries_that_are_not_closed_is_refused(step, code, why):
     require_refusal(Tiny(step), TokenMixingError, code, why, __file__)
 
 
-def test_entries_that_an_indexer_chose_are_exact():
-    model = Tiny(lambda model, x, ids: x + attend(model, x, entries_of(x), chosen(model, x)))
+def chosen_and_closed(model, x, ids):
+    return x + attend(model, x, entries_of(x), chosen(model, x))
+
+
+def chosen_below_the_threshold(model, x, ids):
+    threshold = (torch.arange(x.shape[1]) + 1) // M
+    return x + attend(model, x, entries_of(x), below_threshold(model, x, threshold))
+
+
+@pytest.mark.parametrize("step", [chosen_and_closed, chosen_below_the_threshold])
+def test_entries_that_an_indexer_chose_are_exact(step):
+    model = Tiny(step)
     tree = tree_model(model)
     sequences = [[at % 6 for at in range(30)], [at % 6 for at in range(17)] + [9] * 12]
     for sequence, logits in zip(sequences, tree(sequences), strict=True):

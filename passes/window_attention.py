@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from tree_compile.passes.shapes import (
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Pair, StaticValues
 from tree_compile.passes.token_rules import RULES, Step
-from tree_compile.passes.window_patterns import Seen, WindowReader
+from tree_compile.passes.window_patterns import Seen, WindowReader, is_boolean, is_full_slice
 from tree_compile.runtime.window_attention import topk_entries, window_attention
 
 aten = torch.ops.aten
@@ -145,10 +145,18 @@ def _masks(graph: fx.Graph, reader: WindowReader) -> dict[fx.Node, tuple[fx.Node
     for node in graph.nodes:
         if node.target is aten.cat.default and (parts := _parts_of_cat(node, -1, reader)) is not None:
             if size_expression(shape_of(node)[-2]) == reader.symbol:
+                _require_same_truth(node, parts)
                 found[node] = parts
         elif node.target in (*_CASTS, aten.unsqueeze.default, aten.expand.default) and node.args[0] in found:
+            _require_same_truth(node, node.args[:1])
             found[node] = found[node.args[0]]
     return found
+
+
+def _require_same_truth(node: fx.Node, sources: Sequence[Any]) -> None:
+    """A mask that hides where it is False is a bias of 0 and 1 once it is a number, and hides nothing."""
+    if any(is_boolean(source) != is_boolean(node) for source in sources):
+        raise NoMatch("its mask is cast between truth and numbers")
 
 
 def _parts_of_cat(node: fx.Node, dim: int, reader: WindowReader) -> tuple[fx.Node, fx.Node] | None:
@@ -183,7 +191,7 @@ def _one_of_each_head(node: fx.Node) -> fx.Node:
         if source.target not in targets:
             return node
         source = source.args[0]
-    while source.target is aten.slice.Tensor:
+    while is_full_slice(source):
         source = source.args[0]
     is_repeated = source.target is aten.unsqueeze.default and arguments(source)["dim"] == 2
     return source.args[0] if is_repeated else node

@@ -70,9 +70,11 @@ class WindowReader:
     window: int
 
     def _stripped(self, node: Any) -> Any:
-        """A node without what only changes its dtype, its memory or dimensions of size one; static ones stay."""
+        """A node without what only changes its precision, memory or dimensions of size one; static ones stay."""
         kinds = self.statics.kinds
-        while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or _is_full_slice(node)):
+        while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or is_full_slice(node)):
+            if is_boolean(node) != is_boolean(node.args[0]):
+                break
             node = node.args[0]
         return node
 
@@ -131,8 +133,7 @@ class WindowReader:
         number = self._number(node)
         if number is None:
             return False
-        is_boolean = is_tensor(node) and node.meta["val"].dtype == torch.bool
-        return number == (0 if hides or not is_boolean else 1)
+        return number == (0 if hides or not is_boolean(node) else 1)
 
     def _number(self, node: Any) -> float | None:
         """The number that a node holds everywhere."""
@@ -165,6 +166,9 @@ class WindowReader:
         is_last = given["dim"] % len(shape_of(node)) == len(shape_of(node)) - 1
         if not is_last or not visible or not self._is_hidden_in(given["self"], hides):
             raise NoMatch("what it writes at the chosen entries does not make them visible, and them alone")
+        rows, all_rows = ([size_expression(size) for size in shape_of(of)[:-1]] for of in (given["index"], node))
+        if rows != all_rows:
+            raise NoMatch("its index names entries for some of the tokens only")
         seen, dropped_to = self._index(given["index"])
         if dropped_to != ("spare" if spare else None) and not (spare and dropped_to is None):
             raise NoMatch("entries that are not seen are written to a place that is")
@@ -278,7 +282,13 @@ class WindowReader:
         return int(most)
 
 
-def _is_full_slice(node: fx.Node) -> bool:
+def is_boolean(node: Any) -> bool:
+    """Whether `node` has a boolean tensor as its value."""
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
+def is_full_slice(node: fx.Node) -> bool:
+    """Whether `node` is a slice that takes everything."""
     if node.target is not aten.slice.Tensor:
         return False
     args: Any = node.args
@@ -287,4 +297,4 @@ def _is_full_slice(node: fx.Node) -> bool:
 
 
 def _is_false(node: Any, number: float) -> bool:
-    return number == 0 and is_tensor(node) and node.meta["val"].dtype == torch.bool
+    return number == 0 and is_boolean(node)

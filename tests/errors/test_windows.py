@@ -232,6 +232,15 @@ def chosen_for_some_tokens(model, x, ids):
     return x + attend(model, x, entries_of(x), seen)
 
 
+def first_head_for_all(model, x, ids):
+    query = model.heads(x)[0].repeat(1, 2, 1, 1)
+    entries = entries_of(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    both = torch.cat([model.heads(x)[1], entries], 2)
+    key = both[:, :, None][:, :1].expand(-1, -1, 4, -1, -1).reshape(1, 4, -1, WIDTH // 2)
+    mask = torch.cat([near(x), closed(x)], -1)
+    return x + merged(F.scaled_dot_product_attention(query, key, key, attn_mask=mask))[..., :WIDTH]
+
+
 def all_tokens_as_well(model, x, ids):
     return x + attend(model, x, entries_of(x), closed(x), near(x, window=1 << 20))
 
@@ -243,11 +252,12 @@ FORMS = [
     (chosen_and_not_closed, "scaled_dot_product_attention", "whose windows end behind it"),
     (chosen_from_the_nearest, "scaled_dot_product_attention", "sees other entries"),
     (chosen_below_a_clamped_threshold, "scaled_dot_product_attention", "entries that its index drops"),
-    (joined_mask_as_bias, "scaled_dot_product_attention", "between truth and number"),
-    (joined_bias_as_mask, "scaled_dot_product_attention", "between truth and number"),
+    (joined_mask_as_bias, "scaled_dot_product_attention", "between truth and numbers"),
+    (joined_bias_as_mask, "scaled_dot_product_attention", "between truth and numbers"),
     (chosen_mask_as_bias, "scaled_dot_product_attention", "of its mask over entries is not known"),
-    (promoted_mask, "scaled_dot_product_attention", "between truth and number"),
+    (promoted_mask, "scaled_dot_product_attention", "between truth and numbers"),
     (chosen_for_some_tokens, "scaled_dot_product_attention", "for some of the tokens"),
+    (first_head_for_all, "scaled_dot_product_attention", "not tokens and entries, joined right before"),
     (all_tokens_as_well, "scaled_dot_product_attention", "a window of tokens and no others"),
 ]
 

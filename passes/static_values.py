@@ -32,6 +32,11 @@ from tree_compile.passes.shapes import (
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
 GREATEST_TABLE = 1 << 21
+CASTS = (
+    torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten._to_copy.default,
+    torch.ops.aten.contiguous.default, torch.ops.aten.clone.default,
+)  # fmt: skip
+"""What gives the same values in another dtype or memory."""
 FIRST_REACH = 1_024
 """Greatest T that a first classification holds for, at least; `find_static_values` can be asked for more."""
 
@@ -251,8 +256,7 @@ def _joins_windows(node: fx.Node, symbol: Any) -> bool:
 
 
 _JOINED = (
-    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default,
-    torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default,
+    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default, *CASTS
 )  # fmt: skip
 
 

@@ -90,6 +90,13 @@ def test_entries_and_the_entries_before_them_are_exact(step):
             torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)
 
 
+def test_a_copy_of_a_joined_mask_is_read():
+    def step(model, x, ids):
+        return x + attend_by(model, x, torch.cat([near(x), closed(x)], -1).contiguous())
+
+    tree_model(Tiny(step)).explain()
+
+
 # Entries that mix
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.errors.refusal import WIDTH, Tiny, merged, named, require_refusal, tree_model
+from tree_compile import short_lengths
 from tree_compile.errors import ControlFlowError, TokenMixingError
 
 M = 4
@@ -315,3 +316,12 @@ def test_code_that_computes_the_same_for_short_sequences_is_accepted():
     model = Tiny(the_same_when_short)
     for sequence, logits in zip([[1], [2] * 25, [2] * 10], tree_model(model)([[1], [2] * 25, [2] * 10]), strict=True):
         torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)
+
+
+def test_a_fault_in_the_comparison_is_not_taken_for_the_models(monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise LookupError("ours")
+
+    monkeypatch.setattr(short_lengths, "plan_rows", fail)
+    with pytest.raises(LookupError, match="ours"):
+        tree_model(Tiny(the_same_when_short)).explain()

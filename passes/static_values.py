@@ -32,6 +32,11 @@ from tree_compile.passes.shapes import (
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
 GREATEST_TABLE = 1 << 21
+CASTS = (
+    torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten._to_copy.default,
+    torch.ops.aten.contiguous.default, torch.ops.aten.clone.default,
+)  # fmt: skip
+"""What gives the same values in another dtype or memory."""
 FIRST_REACH = 1_024
 """Greatest T that a first classification holds for, at least; `find_static_values` can be asked for more."""
 
@@ -120,11 +125,13 @@ class StaticValues:
         nodes: every static node.
         kinds: what each static tensor means that a node outside the static part uses.
         proved_length: greatest number of tokens that the classification holds for, None for no limit.
+        longest: greatest number of tokens that the graph holds for, None for no limit.
     """
 
     nodes: frozenset[fx.Node]
     kinds: Mapping[fx.Node, Kind]
     proved_length: int | None
+    longest: int | None = None
 
 
 def find_static_values(
@@ -148,7 +155,7 @@ def find_static_values(
     for group, greatest in ((wide, GREATEST_PAIR), (frontier - wide, GREATEST_TABLE)):
         kinds |= search.kinds_of(group, greatest)
     ordered = {node: kinds[node] for node in graph_module.graph.nodes if node in kinds}
-    return StaticValues(frozenset(nodes), ordered, min(search.proved, default=None))
+    return StaticValues(frozenset(nodes), ordered, min(search.proved, default=None), longest)
 
 
 @dataclass
@@ -249,8 +256,7 @@ def _joins_windows(node: fx.Node, symbol: Any) -> bool:
 
 
 _JOINED = (
-    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default,
-    torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default,
+    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default, *CASTS
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 from tree_compile.errors import RefusedModelError, TokenMixingError
 from tree_compile.passes.attention import _dropout, _in_one_dtype
 from tree_compile.passes.attention_patterns import AttentionMatch, Operand, match_sdpa, match_softmax
-from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value
+from tree_compile.passes.axes import TOKENS, Ancestors, Axis, Mixes, Value
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.indexer import operands
 from tree_compile.passes.masks import NoMatch
@@ -30,15 +30,14 @@ from tree_compile.passes.shapes import (
     window_beside_tokens,
 )
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.passes.static_values import Pair, StaticValues
+from tree_compile.passes.static_values import CASTS, Pair, StaticValues
 from tree_compile.passes.token_rules import RULES, Step
-from tree_compile.passes.window_patterns import Seen, WindowReader
-from tree_compile.runtime.window_attention import topk_entries, window_attention
+from tree_compile.passes.window_patterns import Seen, WindowReader, is_boolean, is_full_slice
+from tree_compile.runtime.window_attention import all_entries, nearest_rows, topk_entries, window_attention
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.contiguous.default, aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,18 @@ def _masks(graph: fx.Graph, reader: WindowReader) -> dict[fx.Node, tuple[fx.Node
     for node in graph.nodes:
         if node.target is aten.cat.default and (parts := _parts_of_cat(node, -1, reader)) is not None:
             if size_expression(shape_of(node)[-2]) == reader.symbol:
+                _require_same_truth(node, parts)
                 found[node] = parts
-        elif node.target in (*_CASTS, aten.unsqueeze.default, aten.expand.default) and node.args[0] in found:
+        elif node.target in (*CASTS, aten.unsqueeze.default, aten.expand.default) and node.args[0] in found:
+            _require_same_truth(node, node.args[:1])
             found[node] = found[node.args[0]]
     return found
+
+
+def _require_same_truth(node: fx.Node, sources: Sequence[Any]) -> None:
+    """A mask that hides where it is False is a bias of 0 and 1 once it is a number, and hides nothing."""
+    if any(is_boolean(source) != is_boolean(node) for source in sources):
+        raise NoMatch("its mask is cast between truth and numbers")
 
 
 def _parts_of_cat(node: fx.Node, dim: int, reader: WindowReader) -> tuple[fx.Node, fx.Node] | None:
@@ -165,7 +172,7 @@ def _parts(graph: fx.Graph, operand: Operand, reader: WindowReader) -> tuple[fx.
     if operand.order != (0, 1, 2, 3) or shape_of(operand.node)[0] != 1:
         raise NoMatch("its keys have some other layout than [1, heads, tokens and entries, width]")
     node = _one_of_each_head(operand.node)
-    while node.target in _CASTS:
+    while node.target in CASTS:
         node = node.args[0]  # type: ignore[assignment]
     parts = _parts_of_cat(node, 2, reader) if node.target is aten.cat.default else None
     if parts is None:
@@ -183,7 +190,7 @@ def _one_of_each_head(node: fx.Node) -> fx.Node:
         if source.target not in targets:
             return node
         source = source.args[0]
-    while source.target is aten.slice.Tensor:
+    while is_full_slice(source):
         source = source.args[0]
     is_repeated = source.target is aten.unsqueeze.default and arguments(source)["dim"] == 2
     return source.args[0] if is_repeated else node
@@ -229,10 +236,24 @@ def _rule(step: Step) -> Value:
         axis = operand.axes[2]
         if axis is None or axis != Axis(window=axis.window) or not axis.window or operand.axes[3] is not None:
             raise Mixes("the entries of its attention are not one for every window of the row")
+    if entry_key.axes[2] != entry_value.axes[2]:
+        raise Mixes("the keys and the values of its entries are those of different windows")
+    _require_lists(step)
     sinks = step.node.kwargs.get("sinks")
     if sinks is not None and step.raw(sinks).has_tokens:
         raise Mixes("the sinks of its attention depend on the tokens")
     return Value((None, None, TOKENS, None))
+
+
+def _require_lists(step: Step) -> None:
+    """What it reads are the lists of this package, which name ancestors and closed entries alone."""
+    rows, entries = step.node.args[5:7]
+    if getattr(rows, "target", None) is not nearest_rows:
+        raise Mixes("its tokens are chosen by something else than the numbers of ancestors")
+    target = getattr(entries, "target", None)
+    is_chosen = target is topk_entries and step.raw(entries) == Value((None, TOKENS, None), Ancestors())
+    if target is not all_entries and not is_chosen:
+        raise Mixes("its entries are chosen by something else than the numbers of those that are closed")
 
 
 def _rule_of_choice(step: Step) -> Value:
@@ -242,7 +263,7 @@ def _rule_of_choice(step: Step) -> Value:
         raise Mixes("the queries of its indexer are not one for every token of the row")
     if entries is None or not entries.window or key.axes != (None, Axis(window=entries.window), None):
         raise Mixes("the keys of its indexer are not one for every window of the row")
-    return Value((None, TOKENS, None))
+    return Value((None, TOKENS, None), Ancestors())
 
 
 RULES[window_attention] = _rule

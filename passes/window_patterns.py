@@ -5,6 +5,7 @@ Only read here; nothing is changed. An entry is closed for the query that closes
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW, as_visibility
 from tree_compile.passes.probing import evaluate
 from tree_compile.passes.shapes import extent, is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Fill, Fixed, Pair, StaticValues, Table, WindowPair
+from tree_compile.passes.static_values import FIRST_REACH, Fill, Fixed, Pair, StaticValues, Table, WindowPair
 
 aten = torch.ops.aten
 _SAME = {
@@ -39,8 +40,6 @@ _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 _EITHER = {aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
-_PROBE = 5
-"""A threshold is compared at as many windows and some tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,11 @@ class WindowReader:
     window: int
 
     def _stripped(self, node: Any) -> Any:
-        """A node without what only changes its dtype, its memory or dimensions of size one; static ones stay."""
+        """A node without what only changes its precision, memory or dimensions of size one; static ones stay."""
         kinds = self.statics.kinds
-        while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or _is_full_slice(node)):
+        while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or is_full_slice(node)):
+            if is_boolean(node) != is_boolean(node.args[0]):
+                break
             node = node.args[0]
         return node
 
@@ -132,8 +133,7 @@ class WindowReader:
         number = self._number(node)
         if number is None:
             return False
-        is_boolean = is_tensor(node) and node.meta["val"].dtype == torch.bool
-        return number == (0 if hides or not is_boolean else 1)
+        return number == (0 if hides or not is_boolean(node) else 1)
 
     def _number(self, node: Any) -> float | None:
         """The number that a node holds everywhere."""
@@ -166,6 +166,9 @@ class WindowReader:
         is_last = given["dim"] % len(shape_of(node)) == len(shape_of(node)) - 1
         if not is_last or not visible or not self._is_hidden_in(given["self"], hides):
             raise NoMatch("what it writes at the chosen entries does not make them visible, and them alone")
+        rows, all_rows = ([size_expression(size) for size in shape_of(of)[:-1]] for of in (given["index"], node))
+        if rows != all_rows:
+            raise NoMatch("its index names entries for some of the tokens only")
         seen, dropped_to = self._index(given["index"])
         if dropped_to != ("spare" if spare else None) and not (spare and dropped_to is None):
             raise NoMatch("entries that are not seen are written to a place that is")
@@ -238,7 +241,7 @@ class WindowReader:
             node = node.args[0]
         if not isinstance(self.statics.kinds.get(node), Table):
             return False
-        tokens = _PROBE * self.window + 2
+        tokens = self.statics.proved_length or self.statics.longest or FIRST_REACH
         value = evaluate(self.graph_module, self.statics.nodes, {node}, tokens)[node].flatten()
         expected = (torch.arange(tokens, device=value.device) + 1) // self.window
         return value.shape == expected.shape and bool((value == expected).all())
@@ -256,7 +259,8 @@ class WindowReader:
             raise NoMatch("its indexer does not choose the entries with the highest scores")
         pairs = {node: Pair(kind.samples) for node, kind in self.statics.kinds.items() if isinstance(kind, WindowPair)}
         scores = read_index_scores(topk, replace(self.statics, kinds={**self.statics.kinds, **pairs}))
-        if not any(self.mask(mask.node, mask.hides).closed for mask in scores.masks):
+        seen = functools.reduce(operator.and_, (self.mask(mask.node, mask.hides) for mask in scores.masks), Seen())
+        if not seen.closed or seen.chosen is not None:
             raise NoMatch("its indexer chooses among entries whose windows end behind the query")
         return scores
 
@@ -278,7 +282,13 @@ class WindowReader:
         return int(most)
 
 
-def _is_full_slice(node: fx.Node) -> bool:
+def is_boolean(node: Any) -> bool:
+    """Whether `node` has a boolean tensor as its value."""
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
+def is_full_slice(node: fx.Node) -> bool:
+    """Whether `node` is a slice that takes everything."""
     if node.target is not aten.slice.Tensor:
         return False
     args: Any = node.args
@@ -287,4 +297,4 @@ def _is_full_slice(node: fx.Node) -> bool:
 
 
 def _is_false(node: Any, number: float) -> bool:
-    return number == 0 and is_tensor(node) and node.meta["val"].dtype == torch.bool
+    return number == 0 and is_boolean(node)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
 from tree_compile.short_lengths import GRADIENT_ROUNDING, smallest_parameters
-from tree_compile.ties import EarliestOfEquals
+from tree_compile.ties import ties_of
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 
@@ -131,18 +129,13 @@ def _unpacked_side(
     side = _Side([], {})
     for sequence, own_weights in enumerate(weights):
         inputs = _sequence_inputs(plan, sequence, unpacked.input_names, program.device)
-        with plain_checkpoints(unpacked.model), _ties_of(program, inputs[0].shape[1]), of_the_model_alone():
+        with plain_checkpoints(unpacked.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
             parts = tensors_of(unpacked(inputs))
         parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
         side.outputs.append([part.detach() for part in parts])
         for name, gradient in _gradients([parts], [own_weights], parameters).items():
             side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient
     return side
-
-
-def _ties_of(program: Program, tokens: int) -> AbstractContextManager[Any]:
-    has_indexer = any(finding.kind == "indexer" for finding in program.rewritten.trail.findings)
-    return EarliestOfEquals(tokens) if has_indexer else nullcontext()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tree_compile.comparison import relative_difference, tensors_of, tolerance
+from tree_compile.errors import RefusedModelError
+from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.inputs import graph_inputs
 from tree_compile.runtime.planning import plan_rows
+from tree_compile.ties import ties_of
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def same_when_short(unpacked: Unpacked, rewritten: Rewritten) -> bool:
                 for length in sorted(turns)
                 if 0 < length < short.least
             )
-        except Exception:
+        except RefusedModelError:
             return False
 
 
@@ -82,7 +85,8 @@ class _Sides:
     def _alone(self, length: int) -> list[Tensor]:
         device = self._unpacked.device
         values = tuple(torch.tensor(sequences, device=device) for sequences in self._inputs(length).values())
-        return self._without_batch(tensors_of(self._unpacked(values)))
+        with ties_of(self._rewritten, length), of_the_model_alone():
+            return self._without_batch(tensors_of(self._unpacked(values)))
 
     def _without_batch(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [part[0] if batch else part for part, batch in zip(parts, self._rewritten.batched, strict=True)]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from tree_compile.pipeline import Rewritten
 
 
 class EarliestOfEquals(TorchFunctionMode):
@@ -36,6 +40,12 @@ class EarliestOfEquals(TorchFunctionMode):
 
     def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
         return largest and dim in (-1, scores.dim() - 1) and scores.dim() > 2 and scores.shape[-2] == self._tokens
+
+
+def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[Any]:
+    """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`."""
+    has_indexer = any(finding.kind == "indexer" for finding in rewritten.trail.findings)
+    return EarliestOfEquals(tokens) if has_indexer else nullcontext()
 
 
 def _topk(scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.errors.refusal import WIDTH, Tiny, merged, named, require_refusal, tree_model
+from tree_compile import short_lengths
 from tree_compile.errors import ControlFlowError, TokenMixingError
 
 M = 4
@@ -88,6 +89,13 @@ def test_entries_and_the_entries_before_them_are_exact(step):
     for sequence, logits in zip(sequences, tree(sequences), strict=True):
         if len(sequence) >= 2 * M:
             torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)
+
+
+def test_a_copy_of_a_joined_mask_is_read():
+    def step(model, x, ids):
+        return x + attend_by(model, x, torch.cat([near(x), closed(x)], -1).contiguous())
+
+    tree_model(Tiny(step)).explain()
 
 
 # Entries that mix
@@ -177,6 +185,70 @@ def chosen_and_not_closed(model, x, ids):
     return x + attend(model, x, entries_of(x), seen)
 
 
+def chosen_from_the_nearest(model, x, ids):
+    number = torch.arange(x.shape[1] // M)
+    too_old = number < (torch.arange(x.shape[1])[:, None] + 1) // M - 3
+    scores = index_scores(model, x).masked_fill(too_old, -torch.inf).masked_fill(~closed(x), -torch.inf)
+    best = scores.topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
+def below_threshold(model, x, threshold):
+    windows = x.shape[1] // M
+    best = index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, windows)).indices
+    index = torch.where(best >= threshold[None, :, None], windows, best)
+    return torch.zeros(1, x.shape[1], windows + 1, dtype=torch.bool).scatter(-1, index, True)[..., :windows]
+
+
+def chosen_below_a_clamped_threshold(model, x, ids):
+    threshold = ((torch.arange(x.shape[1]) + 1) // M).clamp(max=7)
+    return x + attend(model, x, entries_of(x), below_threshold(model, x, threshold))
+
+
+def attend_by(model, x, mask):
+    query, key, value = model.heads(x)
+    key, value = (
+        torch.cat([own, entries_of(own.transpose(1, 2).flatten(2)).unflatten(-1, (2, -1)).transpose(1, 2)], 2)
+        for own in (key, value)
+    )
+    return merged(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def joined_mask_as_bias(model, x, ids):
+    return x + attend_by(model, x, torch.cat([near(x), closed(x)], -1)[None].to(x.dtype))
+
+
+def joined_bias_as_mask(model, x, ids):
+    bias = torch.cat([part.to(x.dtype).masked_fill(~part, -torch.inf) for part in (near(x), closed(x))], -1)
+    return x + attend_by(model, x, bias.bool())
+
+
+def chosen_mask_as_bias(model, x, ids):
+    tokens = torch.zeros_like(near(x), dtype=x.dtype).masked_fill(~near(x), -torch.inf)
+    return x + attend_by(model, x, torch.cat([tokens[None], chosen(model, x).to(x.dtype)], -1))
+
+
+def promoted_mask(model, x, ids):
+    tokens = torch.zeros_like(near(x), dtype=x.dtype).masked_fill(~near(x), -torch.inf)
+    return x + attend_by(model, x, torch.cat([tokens, closed(x)], -1))
+
+
+def chosen_for_some_tokens(model, x, ids):
+    best = index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best[:, :1], True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
+def first_head_for_all(model, x, ids):
+    query = model.heads(x)[0].repeat(1, 2, 1, 1)
+    entries = entries_of(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    both = torch.cat([model.heads(x)[1], entries], 2)
+    key = both[:, :, None][:, :1].expand(-1, -1, 4, -1, -1).reshape(1, 4, -1, WIDTH // 2)
+    mask = torch.cat([near(x), closed(x)], -1)
+    return x + merged(F.scaled_dot_product_attention(query, key, key, attn_mask=mask))[..., :WIDTH]
+
+
 def all_tokens_as_well(model, x, ids):
     return x + attend(model, x, entries_of(x), closed(x), near(x, window=1 << 20))
 
@@ -186,6 +258,14 @@ FORMS = [
     (every_entry, "scaled_dot_product_attention", "whose windows end behind it"),
     (chosen_from_all, "scaled_dot_product_attention", "chooses among entries whose windows end behind"),
     (chosen_and_not_closed, "scaled_dot_product_attention", "whose windows end behind it"),
+    (chosen_from_the_nearest, "scaled_dot_product_attention", "sees other entries"),
+    (chosen_below_a_clamped_threshold, "scaled_dot_product_attention", "entries that its index drops"),
+    (joined_mask_as_bias, "scaled_dot_product_attention", "between truth and numbers"),
+    (joined_bias_as_mask, "scaled_dot_product_attention", "between truth and numbers"),
+    (chosen_mask_as_bias, "scaled_dot_product_attention", "of its mask over entries is not known"),
+    (promoted_mask, "scaled_dot_product_attention", "between truth and numbers"),
+    (chosen_for_some_tokens, "scaled_dot_product_attention", "for some of the tokens"),
+    (first_head_for_all, "scaled_dot_product_attention", "not tokens and entries, joined right before"),
     (all_tokens_as_well, "scaled_dot_product_attention", "a window of tokens and no others"),
 ]
 
@@ -195,8 +275,18 @@ def test_attention_to_entries_that_are_not_closed_is_refused(step, code, why):
     require_refusal(Tiny(step), TokenMixingError, code, why, __file__)
 
 
-def test_entries_that_an_indexer_chose_are_exact():
-    model = Tiny(lambda model, x, ids: x + attend(model, x, entries_of(x), chosen(model, x)))
+def chosen_and_closed(model, x, ids):
+    return x + attend(model, x, entries_of(x), chosen(model, x))
+
+
+def chosen_below_the_threshold(model, x, ids):
+    threshold = (torch.arange(x.shape[1]) + 1) // M
+    return x + attend(model, x, entries_of(x), below_threshold(model, x, threshold))
+
+
+@pytest.mark.parametrize("step", [chosen_and_closed, chosen_below_the_threshold])
+def test_entries_that_an_indexer_chose_are_exact(step):
+    model = Tiny(step)
     tree = tree_model(model)
     sequences = [[at % 6 for at in range(30)], [at % 6 for at in range(17)] + [9] * 12]
     for sequence, logits in zip(sequences, tree(sequences), strict=True):
@@ -226,3 +316,12 @@ def test_code_that_computes_the_same_for_short_sequences_is_accepted():
     model = Tiny(the_same_when_short)
     for sequence, logits in zip([[1], [2] * 25, [2] * 10], tree_model(model)([[1], [2] * 25, [2] * 10]), strict=True):
         torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=0, atol=1e-12)
+
+
+def test_a_fault_in_the_comparison_is_not_taken_for_the_models(monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise LookupError("ours")
+
+    monkeypatch.setattr(short_lengths, "plan_rows", fail)
+    with pytest.raises(LookupError, match="ours"):
+        tree_model(Tiny(the_same_when_short)).explain()

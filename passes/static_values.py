@@ -305,7 +305,9 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     windows = {dim: found.window for dim, found in enumerate(extents) if found and found.factor}
     dims = list(windows)
     if not samples or not all(is_prefix(a, b, dims) for a, b in itertools.pairwise(samples)):
-        if len(dims) == 1 and len(samples) > 2 and _drifts(samples, dims[0]):
+        # At the smallest T there may be no window.
+        some = [sample for sample in samples if sample.numel()]
+        if len(dims) == 1 and len(some) > 2 and _drifts(some, dims[0]):
             return Drifting(dims[0], _greatest(samples))
         return LengthDependent(_CHANGES)
     last = samples[-1]

@@ -20,6 +20,7 @@ from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW, as_visibility
 from tree_compile.passes.probing import evaluate
+from tree_compile.passes.roles import keeps_numbers
 from tree_compile.passes.shapes import extent, is_tensor, shape_of, size_expression
 from tree_compile.passes.static_values import FIRST_REACH, Fill, Fixed, Pair, StaticValues, Table, WindowPair
 
@@ -40,6 +41,7 @@ _FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 _BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 _EITHER = {aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
+_ON_BITS = _BOTH | _EITHER | _NOT
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class WindowReader:
         """A node without what only changes its precision, memory or dimensions of size one; static ones stay."""
         kinds = self.statics.kinds
         while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or is_full_slice(node)):
-            if is_boolean(node) != is_boolean(node.args[0]):
+            if not keeps_numbers(node):
                 break
             node = node.args[0]
         return node
@@ -96,7 +98,11 @@ class WindowReader:
             return self.mask(args[0], hides) & self.mask(args[1], hides=True)
         if target in _WHERES:
             return self._where(args, hides)
-        if (target is aten.add.Tensor and not node.kwargs) or target in (_EITHER if hides else _BOTH):
+        if target in _ON_BITS and not is_boolean(node):
+            raise NoMatch("its mask over entries is combined as numbers")
+        # A sum of truths is true where either is.
+        is_sum = target is aten.add.Tensor and not node.kwargs and (hides or not is_boolean(node))
+        if is_sum or target in (_EITHER if hides else _BOTH):
             return self.mask(args[0], hides) & self.mask(args[1], hides)
         if target in _NOT:
             return self.mask(args[0], not hides)

@@ -18,7 +18,12 @@ def test_earliest_of_equal_scores_is_taken():
             assert bool((found.values == 0).all())
 
 
-@pytest.mark.parametrize(("shape", "tokens"), [((40, 8), 40), ((1, 40, 8), 30)])
+def test_earliest_of_equal_windows_is_taken():
+    with EarliestOfEquals(41, windows=[5]):
+        assert bool((torch.zeros(1, 41, 8).topk(3).indices == torch.arange(3)).all())
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((40, 8), 40), ((1, 40, 8), 30), ((1, 40, 8), 40)])
 def test_other_selections_are_those_of_torch(shape, tokens):
     scores = torch.randint(0, 2, shape).float()
     with EarliestOfEquals(tokens):

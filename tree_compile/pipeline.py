@@ -83,6 +83,11 @@ class Rewritten:
     random: bool
     trail: Trail
 
+    @property
+    def has_indexer(self) -> bool:
+        """Whether an indexer chooses what tokens see."""
+        return any(finding.kind == "indexer" for finding in self.trail.findings)
+
 
 def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
     """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.

@@ -23,6 +23,9 @@ from tree_compile.short_lengths import GRADIENT_ROUNDING, smallest_parameters
 from tree_compile.ties import ties_of
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
+_TO_CHOOSE_FROM = 64
+"""Tokens to choose from: with many more, some two scores would be equal up to rounding."""
+
 
 @dataclass(frozen=True)
 class CheckReport:
@@ -245,13 +248,14 @@ def _differs(report: CheckReport) -> SelfCheckError:
 
 
 def small_tree(program: Program, input_names: Sequence[str]) -> dict[str, list[list[int]]]:
-    """A few dozen random tokens as a tree.
+    """A few dozen random tokens as a tree; more where an indexer might choose among them.
 
     It has branches at several depths, segments of one token, a sequence that is a prefix of another, and two roots.
     """
+    first = 9 + (_TO_CHOOSE_FROM if program.rewritten.has_indexer else 0)
     vocabulary = program.rewritten.vocabulary or 2
     random = np.random.default_rng(0)
-    trunk, branch, *tails = (random.integers(0, vocabulary, count).tolist() for count in (9, 5, 1, 4, 7, 3))
+    trunk, branch, *tails = (random.integers(0, vocabulary, count).tolist() for count in (first, 5, 1, 4, 7, 3))
     paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
     limit = max(1, min((limit.tokens for limit in program.rewritten.limits), default=1 << 30))
     tokens = [path[:limit] for path in paths]

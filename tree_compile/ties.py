@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ class EarliestOfEquals(TorchFunctionMode):
 
     Args:
         tokens: the length of the sequence; a selection of keys is one from scores [batch, …, tokens, keys].
+        windows: sizes of the windows that are pooled into one key; there may be a key for every token as well.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, windows: Iterable[int] = ()) -> None:
         super().__init__()
         self._tokens = tokens
+        self._keys = {tokens // window for window in (1, *windows)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,13 +41,15 @@ class EarliestOfEquals(TorchFunctionMode):
         return func(*args, **given)
 
     def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
-        return largest and dim in (-1, scores.dim() - 1) and scores.dim() > 2 and scores.shape[-2] == self._tokens
+        is_of_pairs = scores.dim() > 2 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
+        return is_of_pairs and largest and dim in (-1, scores.dim() - 1)
 
 
 def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[Any]:
     """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`."""
-    has_indexer = any(finding.kind == "indexer" for finding in rewritten.trail.findings)
-    return EarliestOfEquals(tokens) if has_indexer else nullcontext()
+    if not rewritten.has_indexer:
+        return nullcontext()
+    return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows])
 
 
 def _topk(scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:

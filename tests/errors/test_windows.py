@@ -240,6 +240,16 @@ def chosen_for_some_tokens(model, x, ids):
     return x + attend(model, x, entries_of(x), seen)
 
 
+def chosen_or_closed_by_a_sum(model, x, ids):
+    return attend_by(model, x, torch.cat([near(x)[None], chosen(model, x) + closed(x)], -1))
+
+
+def chosen_by_narrow_numbers(model, x, ids):
+    best = index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best.to(torch.uint8).long(), True)
+    return attend_by(model, x, torch.cat([near(x)[None], seen & closed(x)], -1))
+
+
 def first_head_for_all(model, x, ids):
     query = model.heads(x)[0].repeat(1, 2, 1, 1)
     entries = entries_of(x).unflatten(-1, (2, -1)).transpose(1, 2)
@@ -265,6 +275,8 @@ FORMS = [
     (chosen_mask_as_bias, "scaled_dot_product_attention", "of its mask over entries is not known"),
     (promoted_mask, "scaled_dot_product_attention", "between truth and numbers"),
     (chosen_for_some_tokens, "scaled_dot_product_attention", "for some of the tokens"),
+    (chosen_or_closed_by_a_sum, "scaled_dot_product_attention", "over entries"),
+    (chosen_by_narrow_numbers, "scaled_dot_product_attention", "of its index of entries is not known"),
     (first_head_for_all, "scaled_dot_product_attention", "not tokens and entries, joined right before"),
     (all_tokens_as_well, "scaled_dot_product_attention", "a window of tokens and no others"),
 ]

@@ -172,4 +172,7 @@ def _guard_line(guard: str, graph: fx.Graph) -> SourceLine | None:
 
 
 def _symbolic_holds(expression: Any, tokens: int) -> bool:
-    return bool(expression.xreplace({symbol: sympy.Integer(tokens) for symbol in expression.free_symbols}))
+    try:
+        return bool(expression.xreplace({symbol: sympy.Integer(tokens) for symbol in expression.free_symbols}))
+    except ZeroDivisionError:
+        return False

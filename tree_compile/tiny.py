@@ -99,6 +99,13 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "kimi_linear": _STATE_THEN_ATTENTION,
     "lara_mini": _STATE_THEN_ATTENTION,
     "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "minimax": {**_STATE_THEN_ATTENTION, "block_size": 32},
     "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "olmo_hybrid": _STATE_THEN_ATTENTION,

@@ -79,12 +79,13 @@ def sparse_attention_op(
     grouped_out, grouped_lse = _per_key_head(out, key.shape[1]), _per_key_head(lse[..., None], key.shape[1])
     grouped_out.zero_()
     grouped_lse.copy_(inputs.query.new_full((), -torch.inf) if sink is None else sink)
-    for queries, index in _chunks(indices[0], inputs):
-        scores = _scores(inputs, queries, index, scale)
-        total = scores.logsumexp(-1, keepdim=True)
-        total = total if sink is None else torch.logaddexp(total, sink)
-        grouped_out[:, queries] = ((scores - total).exp() @ _take(inputs.value, index)).to(out.dtype)
-        grouped_lse[:, queries] = total
+    with torch.autocast(query.device.type, enabled=False):
+        for queries, index in _chunks(indices[0], inputs):
+            scores = _scores(inputs, queries, index, scale)
+            total = scores.logsumexp(-1, keepdim=True)
+            total = total if sink is None else torch.logaddexp(total, sink)
+            grouped_out[:, queries] = ((scores - total).exp() @ _take(inputs.value, index)).to(out.dtype)
+            grouped_lse[:, queries] = total
     return out, lse
 
 
@@ -133,13 +134,14 @@ def _backward_op(
     inputs = _grouped(query, key, value)
     totals = _Inputs(*(torch.zeros_like(tensor) for tensor in inputs))
     grads, outs, lses = (_per_key_head(x, heads).to(lse.dtype) for x in (grad, out, lse[..., None]))
-    for queries, index in _chunks(indices[0], inputs):
-        weights = (_scores(inputs, queries, index, scale) - lses[:, queries]).exp()
-        part, own = grads[:, queries], (grads[:, queries] * outs[:, queries]).sum(-1, keepdim=True)
-        _add(totals.value, index, weights.mT @ part)
-        slope = weights * (part @ _take(inputs.value, index).mT - own) * scale
-        totals.query[:, queries] = slope @ _take(inputs.key, index)
-        _add(totals.key, index, slope.mT @ inputs.query[:, queries])
+    with torch.autocast(query.device.type, enabled=False):
+        for queries, index in _chunks(indices[0], inputs):
+            weights = (_scores(inputs, queries, index, scale) - lses[:, queries]).exp()
+            part, own = grads[:, queries], (grads[:, queries] * outs[:, queries]).sum(-1, keepdim=True)
+            _add(totals.value, index, weights.mT @ part)
+            slope = weights * (part @ _take(inputs.value, index).mT - own) * scale
+            totals.query[:, queries] = slope @ _take(inputs.key, index)
+            _add(totals.key, index, slope.mT @ inputs.query[:, queries])
     found = totals.query.transpose(1, 2).flatten(0, 1)[None], totals.key[None], totals.value[None]
     return *_like(found, query, key, value), to_sinks
 

@@ -45,7 +45,7 @@ from tree_compile.passes.pair_tables import (
     sum_of_masks,
 )
 from tree_compile.passes.plan_inputs import RowTables, plan_input
-from tree_compile.passes.shapes import call, in_dtype, inherited, shape_of, token_symbol
+from tree_compile.passes.shapes import call, in_dtype, in_one_dtype, inherited, shape_of, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 from tree_compile.runtime.attention import tree_attention
@@ -216,7 +216,7 @@ class RewriteAttention:
 
     def _emit(self, graph: fx.Graph, match: AttentionMatch, form: PairForm, indices: fx.Node | None) -> fx.Node:
         meta, lead = match.output.meta, _lead_of_output(match)
-        operands = _in_one_dtype(graph, _operands(graph, match, lead))
+        operands = in_one_dtype(graph, _operands(graph, match, lead))
         plan = [plan_input(graph, name) for name in ("plan_segments", "plan_position", "plan_subtree_end")]
         keywords = self._keywords(graph, match, form)
         if indices is not None:
@@ -292,12 +292,6 @@ def _in_heads(
         node = call(graph, aten.expand.default, (node, [*lead, -1, -1]), meta)
     heads = math.prod(int(size) for size in lead)
     return call(graph, aten.reshape.default, (node, [1, heads, -1, shape[-1]]), meta)
-
-
-def _in_one_dtype(graph: fx.Graph, operands: list[fx.Node]) -> list[fx.Node]:
-    """Some models compute scores in float32 and weigh values of another dtype: all are taken in the wider one."""
-    dtype = functools.reduce(torch.promote_types, (operand.meta["val"].dtype for operand in operands))
-    return [in_dtype(graph, operand, dtype) for operand in operands]
 
 
 def _value_in_heads(query: fx.Node, value: fx.Node) -> Tensor:

@@ -17,8 +17,9 @@ from torch import fx
 from tree_compile.passes.masks import Mask, Masks, NoMatch, read_masks
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
+from tree_compile.passes.roles import number_of
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import Drifting, Fixed, Pair, StaticValues, Table
+from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 
 aten = torch.ops.aten
 
@@ -226,7 +227,7 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
 def _scaled(node: fx.Node, reading: _Reading, statics: StaticValues) -> _Reading | None:
     """Scores times a number, or times a static pair table."""
     factor: Any = node.args[1]
-    if (number := _number(factor, statics)) is not None:
+    if (number := number_of(factor, statics)) is not None:
         return reading.scaled(1.0 / number if node.target in _DIVISIONS else number)
     if node.target is aten.mul.Tensor and isinstance(statics.kinds.get(factor), Pair) and reading.bound is None:
         return replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, factor)))
@@ -237,7 +238,7 @@ def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:
     """Whether it raises scores that are hidden, at the most, and leaves them hidden."""
     if node.target not in _LEAST or len(node.args) != 2 or node.kwargs:
         return False
-    floor = _number(node.args[1], statics)
+    floor = number_of(node.args[1], statics)
     return floor is not None and floor <= HIDDEN_BELOW
 
 
@@ -284,7 +285,7 @@ def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple
     args: Any = node.args
     is_where = "where" in str(node.target)
     mask, scores, fill = (args[0], args[1], args[2]) if is_where else (args[1], args[0], args[2])
-    number = _number(fill, statics)
+    number = number_of(fill, statics)
     if number is None or number > HIDDEN_BELOW:
         raise NoMatch("hidden scores are filled with a value that still gets weight")
     if not reading.is_untouched:
@@ -330,14 +331,6 @@ def _keeps_pairs(node: fx.Node) -> bool:
 
 def _sizes(node: fx.Node) -> list[sympy.Expr]:
     return [size_expression(size) for size in shape_of(node)]
-
-
-def _number(value: Any, statics: StaticValues) -> float | None:
-    """A factor of the scores: a number, or a tensor of one element that is always the same."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    kind = statics.kinds.get(value)
-    return float(kind.value) if isinstance(kind, Fixed) and kind.value.numel() == 1 else None
 
 
 def _moved_by_a_constant(reading: _Reading) -> _Reading:

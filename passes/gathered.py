@@ -5,7 +5,6 @@ Index scores -> causal mask -> top k -> gather of those rows -> scores, with the
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.roles import Roles, factor_of, laid_out, number_of, product, same_numbers
-from tree_compile.passes.shapes import call, in_dtype, inherited, is_tensor, shape_of, size_expression
+from tree_compile.passes.shapes import call, in_dtype, in_one_dtype, inherited, is_tensor, shape_of, size_expression
 from tree_compile.passes.static_values import StaticValues, Table
 from tree_compile.runtime.sparse_attention import sparse_attention
 
@@ -311,8 +310,7 @@ def insert_sparse_attention(graph: fx.Graph, match: GatheredMatch, indices: fx.N
     output, meta = match.output, match.output.node.meta
     query = laid_out(graph, match.query, ("head", "query", "width"), meta, 1)
     key, value = (_rows_in_one_head(graph, rows, meta) for rows in (match.key, match.value))
-    dtype = functools.reduce(torch.promote_types, (node.meta["val"].dtype for node in (query, key, value)))
-    operands = [in_dtype(graph, node, dtype) for node in (query, key, value)]
+    operands = in_one_dtype(graph, [query, key, value])
     node = graph.call_function(sparse_attention, (*operands, indices), {"scale": match.scale})
     node.meta = inherited(meta)
     node.meta["val"] = operands[0].meta["val"].new_empty((*shape_of(query)[:-1], shape_of(value)[-1]))

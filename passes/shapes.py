@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,3 +106,9 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Mapping[str,
 def in_dtype(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """`node`, cast where its dtype is another."""
     return node if node.meta["val"].dtype == dtype else call(graph, torch.ops.aten.to.dtype, (node, dtype), node.meta)
+
+
+def in_one_dtype(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` in the widest of their dtypes: some models make scores in float32, and weigh values of another dtype."""
+    dtype = functools.reduce(torch.promote_types, (node.meta["val"].dtype for node in nodes))
+    return [in_dtype(graph, node, dtype) for node in nodes]

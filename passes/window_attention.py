@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError
-from tree_compile.passes.attention import _dropout, _in_one_dtype
+from tree_compile.passes.attention import _dropout
 from tree_compile.passes.attention_patterns import AttentionMatch, Operand, match_sdpa, match_softmax
 from tree_compile.passes.axes import TOKENS, Ancestors, Axis, Mixes, Value
 from tree_compile.passes.finding import Finding
@@ -23,6 +23,7 @@ from tree_compile.passes.shapes import (
     Extent,
     extent,
     in_dtype,
+    in_one_dtype,
     inherited,
     shape_of,
     size_expression,
@@ -111,7 +112,7 @@ class RewriteWindowAttention:
         if shape_of(key[0])[1] != shape_of(value[0])[1]:
             raise NoMatch("its keys and its values are repeated for groups of heads in different ways")
         tensors = [match.query.node, key[0], value[0], key[1], value[1]]
-        values = _in_one_dtype(graph, tensors)
+        values = in_one_dtype(graph, tensors)
         rows = self.tables.nearest(near)
         if seen.chosen is None:
             entries = self.tables.all_entries(reader.window)

@@ -15,30 +15,10 @@ from torch._ops import OpOverload
 from tree_compile.errors import CaptureError
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.source import source_line
-from tree_compile.runtime.attention import tree_attention
-from tree_compile.runtime.autocast import (
-    attention_without_autocast,
-    sparse_attention_without_autocast,
-    topk_entries_without_autocast,
-    topk_index_without_autocast,
-    window_attention_without_autocast,
-    without_autocast,
-)
-from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import tree_topk_index
-from tree_compile.runtime.window_attention import topk_entries, window_attention
+from tree_compile.runtime.autocast import WITHOUT_AUTOCAST, without_autocast
 
 AUTOCAST_OFF = "tree_compile_autocast_off"
 """Meta key of nodes that the model computes with autocast switched off: the type of device that it is off for."""
-
-
-_WITHOUT_AUTOCAST = {
-    tree_attention: attention_without_autocast,
-    sparse_attention: sparse_attention_without_autocast,
-    tree_topk_index: topk_index_without_autocast,
-    window_attention: window_attention_without_autocast,
-    topk_entries: topk_entries_without_autocast,
-}
 
 
 def switch_off_autocast(node: fx.Node, device: str) -> None:
@@ -74,8 +54,8 @@ class KeepAutocastOff:
 
 
 def _keep_off(node: fx.Node, device: str) -> None:
-    if node.target in _WITHOUT_AUTOCAST:
-        node.target, node.args = _WITHOUT_AUTOCAST[node.target], (device, *node.args)
+    if node.target in WITHOUT_AUTOCAST:
+        node.target, node.args = WITHOUT_AUTOCAST[node.target], (device, *node.args)
     elif isinstance(node.target, OpOverload):
         operator: Any = node.target
         node.target, node.args = without_autocast, (device, operator, *node.args)

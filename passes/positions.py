@@ -122,10 +122,12 @@ def _is_row_number(node: fx.Node, user: fx.Node) -> bool:
 
 
 def _length_dependent(node: fx.Node, kind: LengthDependent | Drifting) -> LengthDependentError:
-    why = kind.why if isinstance(kind, LengthDependent) else "all its values move with the number of tokens"
+    found = (
+        kind if isinstance(kind, LengthDependent) else LengthDependent("all its values move with the number of tokens")
+    )
     return LengthDependentError(
         "A value that the model computes from the number of tokens is not the same for a prefix alone.",
         where=source_line(node),
-        why=f"{why}, so sequences of different lengths cannot share a prefix.",
-        hint="for a rotary embedding that switches on the sequence's length (longrope, dynamic), choose a fixed one.",
+        why=f"{found.why}, so sequences of different lengths cannot share a prefix.",
+        hint=f"{found.hint}.",
     )

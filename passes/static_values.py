@@ -109,9 +109,10 @@ class Numbering:
 
 @dataclass(frozen=True)
 class LengthDependent:
-    """The value at a token changes with T."""
+    """The value at a token changes with T, or cannot be told not to; `hint` says what to try."""
 
     why: str
+    hint: str = "for a rotary embedding that switches on the sequence's length (longrope, dynamic), choose a fixed one"
 
 
 Kind = Fixed | Fill | Table | Drifting | Pair | WindowTable | WindowPair | Numbering | LengthDependent
@@ -322,7 +323,10 @@ def _classify(node: fx.Node, samples: Sequence[Tensor], symbol: Any) -> Kind:
     if dims == [len(extents) - 2, len(extents) - 1] and not windows[dims[0]]:
         window = windows[dims[1]]
         return WindowPair(window, tuple(samples)) if window else Pair(tuple(samples))
-    return LengthDependent("it has token dimensions that are not those of a mask")
+    return LengthDependent(
+        "it has token dimensions that are not the last two, as those of a mask are",
+        hint="compute attention scores, and their masks, as [batch, heads, query, key]",
+    )
 
 
 def _table(samples: Sequence[Tensor], dim: int, window: int) -> Kind:

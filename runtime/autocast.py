@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tree_compile.runtime.attention import tree_attention
 from tree_compile.runtime.sparse_attention import sparse_attention
@@ -20,26 +19,18 @@ def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, *
         return function(*args, **options)
 
 
-def attention_without_autocast(device: str, /, *args: Any, **options: Any) -> Tensor:
-    """`tree_attention(*args, **options)` in the dtype of its operands, which autocast would change."""
-    return without_autocast(device, tree_attention, *args, **options)
+def _kept_off(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(device: str, /, *args: Any, **options: Any) -> Any:
+        return without_autocast(device, function, *args, **options)
+
+    call.__name__ = call.__qualname__ = f"{function.__name__}_without_autocast"
+    return call
 
 
-def sparse_attention_without_autocast(device: str, /, *args: Any, **options: Any) -> Tensor:
-    """`sparse_attention(*args, **options)` in the dtype of its operands."""
-    return without_autocast(device, sparse_attention, *args, **options)
+WITHOUT_AUTOCAST = {
+    op: _kept_off(op) for op in (tree_attention, sparse_attention, tree_topk_index, window_attention, topk_entries)
+}
+"""For every op that a rewrite puts into graphs, the function that computes it in the dtype of its operands.
 
-
-def topk_index_without_autocast(device: str, /, *args: Any) -> Tensor:
-    """`tree_topk_index(*args)` in the dtype of its operands."""
-    return without_autocast(device, tree_topk_index, *args)
-
-
-def window_attention_without_autocast(device: str, /, *args: Any, **options: Any) -> Tensor:
-    """`window_attention(*args, **options)` in the dtype of its operands."""
-    return without_autocast(device, window_attention, *args, **options)
-
-
-def topk_entries_without_autocast(device: str, /, *args: Any) -> Tensor:
-    """`topk_entries(*args)` in the dtype of its operands."""
-    return without_autocast(device, topk_entries, *args)
+A graph holds functions as targets only, not as arguments, so `without_autocast` alone does not do.
+"""

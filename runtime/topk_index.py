@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tree_compile.runtime.attention_schedule import Segment
 
-__all__ = ["highest", "tree_topk_index", "write_chosen"]
+__all__ = ["highest", "index_scores", "tree_topk_index", "write_chosen"]
 
 BLOCK = 16
 """Queries of one segment that are scored together against what stands above all of them."""
@@ -73,7 +73,7 @@ def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor,
         rows = slice(start, end)
         visible = _visible(len(above), end - start, key.device)
         if len(above) + end - start > k:
-            far = _scores(query[rows], key.index_select(0, above.to(key.device)), weights[rows])
+            far = index_scores(query[rows], key.index_select(0, above.to(key.device)), weights[rows])
             scores = torch.cat([far, near[rows, : end - start]], 1)
             visible = highest(scores.masked_fill_(~visible, -torch.inf), k) & visible
         keys = torch.cat([above, torch.arange(start, end)]).to(key.device, torch.int32)
@@ -102,7 +102,7 @@ def _visible(above: int, own: int, device: torch.device) -> Tensor:
     return torch.ones(own, above + own, dtype=torch.bool, device=device).tril(above)
 
 
-def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """Scores [n, m] of query [n, H, D] with weights [n, H] and key [m, D], for as many keys at a time as fit."""
     heads = query.flatten(0, 1)
     parts = [

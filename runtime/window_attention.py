@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import highest, write_chosen
+from tree_compile.runtime.topk_index import highest, index_scores, write_chosen
 
 __all__ = [
     "all_entries",
@@ -125,8 +125,24 @@ def topk_entries(
     Returns:
         int32 [1, T, k]: entries, ascending in each query; -1 behind the last where there are fewer. Among equal scores
         the earlier entry goes first. Nothing is differentiated through it.
+
+    Raises:
+        ValueError: shapes or devices do not fit together.
     """
+    _check_topk(query, key, weights, segments, ranges, last)
     return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
+
+
+def _check_topk(
+    query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor
+) -> None:
+    shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(weights.shape)}, {tuple(last.shape)}"
+    if query.dim() != 4 or query.shape[0] != 1 or weights.shape != query.shape[:3] or last.shape != query.shape[1:2]:
+        raise ValueError(f"query, weights and last must be [1, T, H, D], [1, T, H] and [T]: {shapes}")
+    if key.dim() != 3 or key.shape[0] != 1 or key.shape[2] != query.shape[3]:
+        raise ValueError(f"query and key must be [1, T, H, D] and [1, E, D]: {shapes}")
+    if segments.device.type != "cpu" or ranges.device.type != "cpu" or len(ranges) != len(segments):
+        raise ValueError("segments and ranges must be on the CPU, which reads them, and have a line for each segment")
 
 
 @torch.library.custom_op("tree_compile::topk_entries", mutates_args=())
@@ -141,7 +157,7 @@ def _topk_op(
             rows = slice(first, min(end, first + max(1, _BUDGET // heads)))
             visible = entries <= last[rows, None]
             if len(entries) > k:
-                scores = _scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])
+                scores = index_scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])
                 visible = visible & highest(scores.masked_fill_(~visible, -torch.inf), k)
             write_chosen(kept[0, rows], visible, entries.to(kept.dtype))
     return kept
@@ -162,11 +178,6 @@ def _paths(segments: Tensor, ranges: Tensor) -> Iterator[tuple[int, int, Tensor]
         paths.append(np.concatenate([paths[parent], own]) if parent >= 0 and end > 0 else own)
         if end > 0:
             yield start, end, torch.from_numpy(paths[-1])
-
-
-def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """Scores [n, m] of queries [n, H, D] with weights [n, H] and keys [m, D]."""
-    return torch.bmm(weights.unsqueeze(1), torch.relu_(query @ key.mT)).squeeze(1)
 
 
 # Attention
@@ -199,10 +210,26 @@ def window_attention(
 
     Returns:
         [1, Hq, T, Dv] in the dtype of `query`.
+
+    Raises:
+        ValueError: shapes do not fit together.
     """
+    _check(key, value, entry_key, entry_value, rows, entries)
     behind = torch.where(entries < 0, entries, entries + key.shape[2])
-    # What is nothing comes last, as `sparse_attention` wants it.
-    indices = torch.cat([rows[None], behind], 2).sort(dim=2, descending=True).values
+    indices = torch.cat([rows[None], behind], 2)
     keys = torch.cat([key, entry_key], 2)
     values = keys if value is key and entry_value is entry_key else torch.cat([value, entry_value], 2)
     return sparse_attention(query, keys, values, indices, scale=scale, sinks=sinks)
+
+
+def _check(
+    key: Tensor, value: Tensor, entry_key: Tensor, entry_value: Tensor, rows: Tensor, entries: Tensor
+) -> None:
+    """What `sparse_attention` cannot check once tokens and entries are joined."""
+    shapes = f"{tuple(key.shape)}, {tuple(value.shape)}, {tuple(entry_key.shape)}, {tuple(entry_value.shape)}"
+    if key.dim() != 4 or key.shape[:3] != value.shape[:3] or entry_key.shape[:3] != entry_value.shape[:3]:
+        raise ValueError(f"keys and values do not fit: {shapes}")
+    if key.shape[:2] != entry_key.shape[:2] or key.shape[3] != entry_key.shape[3] or value.shape[3] != entry_value.shape[3]:
+        raise ValueError(f"tokens and entries do not fit: {shapes}")
+    if rows.dim() != 2 or entries.dim() != 3 or entries.shape[:2] != (1, len(rows)):
+        raise ValueError(f"rows and entries must be [T, n] and [1, T, m], not {tuple(rows.shape)}, {tuple(entries.shape)}")

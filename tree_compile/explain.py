@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from tree_compile.errors import SourceLine
 from tree_compile.passes.finding import Finding
@@ -58,7 +58,7 @@ class Explanation:
     rows: tuple[RowStates, ...] = ()
 
     def __str__(self) -> str:
-        lines = [_finding_text(finding) for finding in self.findings]
+        lines = [_findings_text(alike) for alike in _alike(self.findings)]
         lines += [f"at most {tokens} tokens in a sequence{_at(where)}" for tokens, where in self.limits]
         if self.vocabulary is not None:
             lines.append(f"token ids below {self.vocabulary}")
@@ -68,9 +68,20 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _finding_text(finding: Finding) -> str:
-    place = f" in {finding.module}" if finding.module else ""
-    return f"{finding.kind}{place}{_at(finding.where)}\n    -> {finding.became}"
+def _alike(findings: Sequence[Finding]) -> Iterable[Sequence[Finding]]:
+    """Findings that became the same at the same line, as in layer after layer, where the first of them stands."""
+    groups: dict[Finding, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(replace(finding, module="", state_bytes=0), []).append(finding)
+    return groups.values()
+
+
+def _findings_text(alike: Sequence[Finding]) -> str:
+    first, last = alike[0], alike[-1]
+    place = f" in {first.module}" if first.module else ""
+    if len(alike) > 1:
+        place += f" … {last.module} ({len(alike)} times)" if last.module != first.module else f" ({len(alike)} times)"
+    return f"{first.kind}{place}{_at(first.where)}\n    -> {first.became}"
 
 
 def _at(where: SourceLine | None) -> str:

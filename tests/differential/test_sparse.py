@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 
@@ -121,9 +122,10 @@ def test_compiled_blocks_equal_the_unpacked_model(name: str) -> None:
 
 
 def test_explanation_names_the_indexers_and_their_attentions() -> None:
-    lines = str(tree_model_of("glm_moe_dsa with layers that take the choice of another").explain())
-    assert lines.count("tree_topk_index, 8 of every token's ancestors") == 2
-    assert lines.count("sparse_attention over the keys that an indexer chose") == 4
+    explanation = tree_model_of("glm_moe_dsa with layers that take the choice of another").explain()
+    became = Counter(finding.became for finding in explanation.findings)
+    assert became["tree_topk_index, 8 of every token's ancestors"] == 2
+    assert became["sparse_attention over the keys that an indexer chose"] == 4
 
 
 # Indexers that choose something else than single tokens

@@ -173,3 +173,32 @@ def test_attention_over_tokens_and_entries_is_one_softmax(shares: bool) -> None:
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def choice_inputs() -> dict[str, torch.Tensor]:
+    row = row_of([[1, 2, 3, 4], [1, 2, 5, 6]])
+    tables = windows_of_row(row, 2)
+    query, key = torch.ones(1, len(row.parent), 2, 3), torch.ones(1, len(tables.number), 3)
+    ranges, last = tensors(tables, "ranges", "last")
+    segments = torch.from_numpy(row.segments)
+    return {"query": query, "key": key, "weights": query[..., 0], "segments": segments, "ranges": ranges, "last": last}
+
+
+@pytest.mark.parametrize("name", ["query", "key", "weights", "ranges", "last"])
+def test_choice_among_entries_refuses_shapes_that_do_not_fit(name: str) -> None:
+    inputs = choice_inputs()
+    topk_entries(**inputs, k=1)
+    with pytest.raises(ValueError, match=r"must be|line for each segment"):
+        topk_entries(**{**inputs, name: inputs[name][..., :-1] if name != "ranges" else inputs[name][:-1]}, k=1)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "entry_key", "entry_value", "rows", "entries"])
+def test_window_attention_refuses_shapes_that_do_not_fit(name: str) -> None:
+    shapes = {"query": (1, 4, 6, 5), "key": (1, 2, 6, 5), "value": (1, 2, 6, 7)}
+    shapes |= {"entry_key": (1, 2, 3, 5), "entry_value": (1, 2, 3, 7)}
+    inputs = {of: torch.ones(shape) for of, shape in shapes.items()}
+    inputs |= {"rows": torch.zeros(6, 2, dtype=torch.int32), "entries": torch.zeros(1, 6, 2, dtype=torch.int32)}
+    window_attention(**inputs, scale=1.0)
+    cut = inputs[name][:, :-1] if name != "rows" else inputs[name][:-1]
+    with pytest.raises(ValueError, match=r"do not fit|must be"):
+        window_attention(**{**inputs, name: cut}, scale=1.0)

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["Asked", "NextTokens", "States", "best_tokens", "next_tokens"]
 
-_BUDGET = 1 << 26
-"""Bytes of logits of a chunk on the CPU; the backward pass holds a few tensors of that size."""
+_BUDGET = 1 << 24
+"""Bytes of logits of a chunk on the CPU, where its memory is used again; the backward pass holds a few such tensors."""
 _DEVICE_BUDGET = 1 << 28
 """The same on other devices, which want large kernels."""
 
@@ -63,22 +63,27 @@ class NextTokens(NamedTuple):
 
     Attributes:
         logprobs: of the labels, [E].
-        entropy: of every distribution, in nats, [R].
+        entropy: of every distribution, in nats, [R]; [0] where it was not asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
 
 
-def next_tokens(states: States, asked: Asked, temperature: float = 1.0) -> NextTokens:
+def next_tokens(states: States, asked: Asked, temperature: float = 1.0, *, entropy: bool = False) -> NextTokens:
     """Log-probabilities and entropies of softmax(logits / temperature), float32 at least, with gradients.
 
-    The forward pass keeps the logarithm of a sum for every state; the backward pass computes the logits again (Chen et
-    al., arXiv 1604.06174). With z the logits and p = softmax(z), the gradient of log p[label] in z is
-    onehot(label) - p, and that of the entropy H is -p (log p + H).
+    The backward pass computes the logits again (Chen et al., arXiv 1604.06174). With z the logits and p = softmax(z),
+    the gradient of log p[label] in z is onehot(label) - p, and that of the entropy H is -p (log p + H).
+
+    Args:
+        states: the states and their head.
+        asked: of which states and labels.
+        temperature: divides the logits.
+        entropy: whether entropies are computed; else there are none.
     """
     tensors = (states.hidden, *states.values, *states.parameters)
-    return NextTokens(*_NextTokens.apply(states, asked, temperature, *tensors))
+    return NextTokens(*_NextTokens.apply(states, asked, temperature, entropy, *tensors))
 
 
 def best_tokens(states: States, rows: Tensor, k: int) -> Tensor:
@@ -93,47 +98,44 @@ def best_tokens(states: States, rows: Tensor, k: int) -> Tensor:
 
 class _NextTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: States, asked: Asked, temperature: float, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, states: States, asked: Asked, temperature: float, entropy: bool, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         none = states.hidden.new_zeros(0, dtype=_wide(states.hidden.dtype))
-        logprobs, entropies, totals = [none], [none], [none]
+        found, entropies = [none], [none]
         for part, edges in _chunks(states, asked):
-            scores = _scores(states.head(states.hidden[asked.states[part]], states.values), temperature)
-            total = scores.logsumexp(1)
-            owner = asked.owner[edges] - part.start
-            logprobs.append(scores[owner, asked.labels[edges]] - total[owner])
-            entropies.append(torch.special.entr((scores - total[:, None]).exp_()).sum(1))
-            totals.append(total)
-        entropy = torch.cat(entropies)
+            logits = states.head(states.hidden[asked.states[part]], states.values)
+            logprobs = _scaled(logits, temperature).log_softmax(1)
+            found.append(logprobs[asked.owner[edges] - part.start, asked.labels[edges]])
+            if entropy:
+                entropies.append(torch.special.entr(logprobs.exp_()).sum(1))
         ctx.states, ctx.asked, ctx.temperature = states, asked, temperature
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.cat(totals), entropy, *tensors)
-        return torch.cat(logprobs), entropy
+        ctx.save_for_backward(*tensors)
+        return torch.cat(found), torch.cat(entropies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         states, asked = ctx.states, ctx.asked
-        totals, entropy, hidden, *others = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
+        hidden, *others = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
         sums = [torch.zeros_like(x) if need else None for x, need in zip((hidden, *others), needed, strict=True)]
         for part, edges in _chunks(states, asked):
             rows = asked.states[part]
             logits, inputs = _again(states, hidden[rows], others, needed)
-            logprobs = _scores(logits.detach(), ctx.temperature).sub_(totals[part, None])
-            slope = torch.zeros_like(logprobs)
-            if to_logprobs is not None:
-                owner = asked.owner[edges] - part.start
-                _add_to_logprobs(slope, logprobs, owner, asked.labels[edges], to_logprobs[edges])
-            if to_entropy is not None:
-                _add_to_entropy(slope, logprobs, entropy[part], to_entropy[part])
-            slope = slope.div_(ctx.temperature).to(logits.dtype)
-            found = iter(torch.autograd.grad(logits, inputs, slope, allow_unused=True))
+            owner, labels = asked.owner[edges] - part.start, asked.labels[edges]
+            to_scores = _to_scores(
+                _scaled(logits.detach(), ctx.temperature),
+                None if to_logprobs is None else (owner, labels, to_logprobs[edges]),
+                None if to_entropy is None else to_entropy[part],
+            )
+            found = iter(torch.autograd.grad(logits, inputs, to_scores.div_(ctx.temperature).to(logits.dtype)))
             if sums[0] is not None:
                 sums[0].index_copy_(0, rows, next(found))
             for total, gradient in zip((total for total in sums[1:] if total is not None), found, strict=True):
-                if gradient is not None:
-                    total.add_(gradient)
-        return None, None, None, *sums
+                total.add_(gradient)
+        return None, None, None, None, *sums
 
 
 def _chunks(states: States, asked: Asked) -> Iterator[tuple[slice, slice]]:
@@ -144,9 +146,10 @@ def _chunks(states: States, asked: Asked) -> Iterator[tuple[slice, slice]]:
     return ((part, slice(start, end)) for part, start, end in zip(parts, starts, starts[1:], strict=False))
 
 
-def _scores(logits: Tensor, temperature: float) -> Tensor:
-    """A new tensor of logits / temperature, in float32 at least."""
-    return logits.to(_wide(logits.dtype)) / temperature
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, in float32 at least."""
+    wide = logits.to(_wide(logits.dtype))
+    return wide if temperature == 1.0 else wide / temperature
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -168,14 +171,25 @@ def _again(
     return logits, [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
 
 
-def _add_to_logprobs(slope: Tensor, logprobs: Tensor, owner: Tensor, labels: Tensor, gradient: Tensor) -> None:
-    """Adds gradient * (onehot(label) - p) of every label to the slope in the logits of its state."""
-    totals = gradient.new_zeros(len(slope)).index_add_(0, owner, gradient)
-    slope.addcmul_(logprobs.exp(), totals[:, None], value=-1)
-    slope.index_put_((owner, labels), gradient, accumulate=True)
+def _to_scores(scores: Tensor, to_logprobs: tuple[Tensor, Tensor, Tensor] | None, to_entropy: Tensor | None) -> Tensor:
+    """The gradient in the scores [n, vocabulary].
 
-
-def _add_to_entropy(slope: Tensor, logprobs: Tensor, entropy: Tensor, gradient: Tensor) -> None:
-    """Adds gradient * -p (log p + H) to the slope in the logits; 0 where p is 0."""
-    found = torch.special.entr(logprobs.exp()).addcmul_(logprobs.exp(), entropy[:, None], value=-1)
-    slope.addcmul_(found, gradient[:, None])
+    Args:
+        scores: logits / temperature.
+        to_logprobs: of some labels: place of their state, label and gradient, [E] each.
+        to_entropy: of every entropy, [n].
+    """
+    total = scores.new_zeros(len(scores))
+    if to_logprobs is not None:
+        owner, labels, gradient = to_logprobs
+        total.index_add_(0, owner, gradient)
+    if to_entropy is None:
+        found = scores.softmax(1).mul_(-total[:, None])
+    else:
+        chance = scores.softmax(1)
+        minus_log = torch.special.entr(chance)
+        entropy = minus_log.sum(1)
+        found = minus_log.mul_(to_entropy[:, None]).addcmul_(chance, (to_entropy * entropy + total)[:, None], value=-1)
+    if to_logprobs is not None:
+        found.index_put_((owner, labels), gradient, accumulate=True)
+    return found

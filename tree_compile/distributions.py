@@ -96,19 +96,24 @@ class _RowDistributions:
         return Asked(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (states, owner, labels)))
 
     @cached_property
-    def _next_tokens(self) -> NextTokens:
-        return self._computed(self._asked)
+    def _both(self) -> NextTokens:
+        return next_tokens(self.result.states, self._asked, self.temperature, entropy=True)
 
-    def _computed(self, asked: Asked) -> NextTokens:
-        return next_tokens(self.result.states, asked, self.temperature)
+    @cached_property
+    def _next_logprobs(self) -> Tensor:
+        # Where both are wanted, the head is computed once if entropy is asked for first.
+        return self._both.logprobs if "_both" in vars(self) else self._logprobs_for(self._asked)
+
+    def _logprobs_for(self, asked: Asked) -> Tensor:
+        return next_tokens(self.result.states, asked, self.temperature).logprobs
 
     def logprobs(self) -> list[Tensor]:
         tokens, _ = self._edges
-        found = self._at(torch.from_numpy(tokens), self._next_tokens.logprobs)
+        found = self._at(torch.from_numpy(tokens), self._next_logprobs)
         return [part[1:] for part in self.result.unpacked(found)]
 
     def entropy(self) -> list[Tensor]:
-        return self._before_last(self._at(self._asked.states, self._next_tokens.entropy))
+        return self._before_last(self._at(self._asked.states, self._both.entropy))
 
     def topk(self, k: int) -> list[TopTokens]:
         states = self.result.states
@@ -117,7 +122,7 @@ class _RowDistributions:
         rows = self._asked.states
         best = best_tokens(states, rows, k)
         owner = torch.arange(len(rows), device=rows.device).repeat_interleave(k)
-        logprobs = self._computed(Asked(rows, owner, best.flatten())).logprobs.view(-1, k)
+        logprobs = self._logprobs_for(Asked(rows, owner, best.flatten())).view(-1, k)
         parts = (self._before_last(self._at(rows, values)) for values in (best, logprobs))
         return [TopTokens(*both) for both in zip(*parts, strict=True)]
 
@@ -130,7 +135,7 @@ class _RowDistributions:
         ]
         all_before, all_labels = np.concatenate(before), np.concatenate([own.flatten() for own in given])
         order = np.argsort(all_before, kind="stable")
-        found = self._computed(self._asked_of(all_before[order], all_labels[order])).logprobs
+        found = self._logprobs_for(self._asked_of(all_before[order], all_labels[order]))
         in_place = found[torch.from_numpy(np.argsort(order)).to(found.device)]
         parts = in_place.split([own.size for own in given])
         return [part.view(own.shape) for part, own in zip(parts, given, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -79,17 +79,18 @@ class RowHead:
         plan: of the program.
         arguments: of the head.
         settings: those of the call.
+        depends_on: of every parameter of the head no entry, with a gradient to it: DistributedDataParallel asks which
+            parameters the output depends on before any logits are computed.
     """
 
     plan: HeadPlan
     arguments: tuple[Tensor, ...]
     settings: CallSettings
+    depends_on: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self._parameters = list(self.plan.plain.parameters())
         self._versions = [parameter._version for parameter in self._parameters]
-        # Without an entry, but with a gradient to them: DistributedDataParallel asks which parameters the output
-        # depends on before any logits are computed.
         with self.settings.restored():
             self.depends_on = [parameter.flatten()[:0] for parameter in self._parameters]
 

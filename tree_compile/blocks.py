@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.passes.head import Head
 from tree_compile.passes.mixers import runs_kernels
 from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.patches import replaced
@@ -54,13 +55,26 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A rewritten graph as a chain of blocks: the same inputs and outputs as the graph."""
+    """A rewritten graph as a chain of blocks: inputs of the graph -> its outputs, and what its head takes.
 
-    def __init__(self, graph_module: fx.GraphModule, compiler: Callable[[fx.GraphModule], Function]) -> None:
+    With a head, the last block is that head, which `forward` leaves out.
+
+    Attributes:
+        blocks: all of them.
+        head_inputs: names of what the head takes.
+        plain_head: the head uncompiled, for parts of a row; None without a head.
+        distinct: how many have code of their own.
+    """
+
+    def __init__(
+        self, graph_module: fx.GraphModule, compiler: Callable[[fx.GraphModule], Function], head: Head | None = None
+    ) -> None:
         super().__init__()
-        sections = split(graph_module.graph)
+        sections = split(graph_module.graph, head)
         self._input_names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-        self._output_names = [node.name for node in _output_nodes(graph_module.graph)]
+        self.head_inputs = sections[-1].inputs if head is not None else ()
+        results = [node.name for node in _output_nodes(graph_module.graph) if head is None or node is not head.logits]
+        self._output_names = [*results, *self.head_inputs]
         self._wiring = [(section.inputs, section.outputs) for section in sections]
         self._done = _done_with(self._wiring, set(self._output_names))
         functions: dict[Hashable, Function] = {}
@@ -68,18 +82,33 @@ class Blocks(nn.Module):
         for section in sections:
             form = canonical(section.graph)
             if form not in functions:
-                functions[form] = compiler(fx.GraphModule(nn.Module(), section.graph, class_name="Section"))
+                functions[form] = compiler(_module_of(section))
             self.blocks.append(Block(functions[form], section, graph_module))
         self.distinct = len(functions)
+        self.plain_head = None if head is None else Block(_module_of(sections[-1]), sections[-1], graph_module)
+
+    @property
+    def head(self) -> Block:
+        """The head, compiled; only where there is one."""
+        return self.blocks[-1]  # type: ignore[return-value]
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """Runs the blocks in order; values that no later block takes are let go."""
+        """Runs the blocks in order, but for a head; values that no later block takes are let go.
+
+        Returns:
+            The outputs of the graph; with a head, those without the logits, and then the arguments of the head.
+        """
         values = dict(zip(self._input_names, inputs, strict=True))
-        for block, (names, outputs), done in zip(self.blocks, self._wiring, self._done, strict=True):
+        count = len(self.blocks) - (self.plain_head is not None)
+        for block, (names, outputs), done in zip(self.blocks[:count], self._wiring, self._done, strict=False):
             values.update(zip(outputs, block(*(values[name] for name in names)), strict=True))
             for name in done:
                 del values[name]
         return tuple(values[name] for name in self._output_names)
+
+
+def _module_of(section: Section) -> fx.GraphModule:
+    return fx.GraphModule(nn.Module(), section.graph, class_name="Section")
 
 
 def _done_with(wiring: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], kept: set[str]) -> list[list[str]]:
@@ -91,21 +120,23 @@ def _done_with(wiring: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], kept: 
     ]
 
 
-def split(graph: fx.Graph) -> list[Section]:
-    """The sections of a graph: what comes before the decoder blocks, every block, what comes after."""
-    labels = _labels(graph)
+def split(graph: fx.Graph, head: Head | None = None) -> list[Section]:
+    """The sections of a graph: what comes before the decoder blocks, every block, what comes after, the head."""
+    of_head = () if head is None else head.nodes
+    labels = _labels([node for node in graph.nodes if node.op == "call_function" and node not in set(of_head)])
     runs: list[tuple[str, list[fx.Node]]] = []
     for node, label in labels.items():
         if not runs or runs[-1][0] != label:
             runs.append((label, []))
         runs[-1][1].append(node)
     results = set(_output_nodes(graph))
-    return [_section(graph, nodes, results) for _, nodes in runs]
+    return [
+        _section(graph, nodes, results) for nodes in [*(nodes for _, nodes in runs), *([of_head] if of_head else [])]
+    ]
 
 
-def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
+def _labels(body: Sequence[fx.Node]) -> dict[fx.Node, str]:
     """The decoder block of every operation, "" for none; helpers between two blocks go with the first."""
-    body = [node for node in graph.nodes if node.op == "call_function"]
     own = {node: _block_path(node) for node in body}
     lists = Counter(path.rpartition(".")[0] for path in own.values() if path)
     wanted = lists.most_common(1)[0][0] if lists else None
@@ -132,7 +163,7 @@ def _output_nodes(graph: fx.Graph) -> list[fx.Node]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-def _section(graph: fx.Graph, nodes: list[fx.Node], results: set[fx.Node]) -> Section:
+def _section(graph: fx.Graph, nodes: Sequence[fx.Node], results: set[fx.Node]) -> Section:
     inside = set(nodes)
     taken = [
         source for source in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if source not in inside

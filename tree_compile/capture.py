@@ -77,6 +77,12 @@ class OutputForm:
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def logits_place(self, count: int) -> int:
+        """Which of `count` tensors has the logits: the entry or attribute `logits`, else the first."""
+        places = self.build(range(count))
+        found = places.get("logits") if isinstance(places, Mapping) else getattr(places, "logits", None)
+        return found if isinstance(found, int) else 0
+
 
 @dataclass(frozen=True)
 class Captured:

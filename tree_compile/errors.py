@@ -161,3 +161,11 @@ class WrappedModelError(TreeCompileError, TypeError):
 
 class SelfCheckError(TreeCompileError, RuntimeError):
     """The rewritten graph and the unpacked model differ on a small random tree."""
+
+
+class StaleOutputError(TreeCompileError, RuntimeError):
+    """Something is asked of an output whose model has been changed since."""
+
+
+class OutputError(TreeCompileError, AttributeError):
+    """The model's output does not have what is asked of it."""

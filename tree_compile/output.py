@@ -2,92 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 from torch import Tensor
 
 from tree_compile.capture import OutputForm
-from tree_compile.runtime.row import Row
-from tree_compile.runtime.unpack import unpack_row
-
-Part = TypeVar("Part")
-
-
-@dataclass(frozen=True, eq=False)
-class RowResult:
-    """The graph's results for one row.
-
-    Attributes:
-        row: the row.
-        tensors: `[T, …]` each, in the layout of the row (padding may follow).
-    """
-
-    row: Row
-    tensors: tuple[Tensor, ...]
-
-    @cached_property
-    def _parts(self) -> dict[int, list[Tensor]]:
-        return {}
-
-    def parts(self, place: int) -> list[Tensor]:
-        """The tensor at `place`, one part `[len_i, …]` for every sequence of the row, in the order of its ids."""
-        if place not in self._parts:
-            ranges = [self.row.path_ranges(sequence) for sequence in self.row.sequence_ids]
-            self._parts[place] = unpack_row(self.tensors[place], ranges)
-        return self._parts[place]
-
-
-class PerSequence(Sequence[Part], Generic[Part]):
-    """One value for every sequence, found by the sequence's number in the batch; -1 is the last one that is here."""
-
-    def __init__(self, sequence_ids: Sequence[int], values: Mapping[int, Any]) -> None:
-        self._ids = sequence_ids
-        self._values = values
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(values of {len(self)} sequences: [i], slices, or a loop)"
-
-    def __iter__(self) -> Iterator[Part]:
-        return (self[sequence] for sequence in self._ids)
-
-    def __getitem__(self, sequence: Any) -> Any:
-        if isinstance(sequence, slice):
-            return [self._values[number] for number in self._ids[sequence]]
-        number = self._ids[sequence] if -len(self._ids) <= sequence < 0 else sequence
-        if number not in self._values:
-            raise IndexError(f"there is no sequence {sequence} here, only {_numbers(self._ids)}")
-        return self._values[number]
-
-
-def _numbers(ids: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ids[:8]))
-    return shown + (", …" if len(ids) > 8 else "")
-
-
-class _Parts(Mapping[int, Tensor]):
-    """One tensor of the output, by sequence; taken out of its row when first asked for."""
-
-    def __init__(self, results: Sequence[RowResult], place: int) -> None:
-        self._place = place
-        self._where = {
-            sequence: (result, at) for result in results for at, sequence in enumerate(result.row.sequence_ids)
-        }
-
-    def __getitem__(self, sequence: int) -> Tensor:
-        result, at = self._where[sequence]
-        return result.parts(self._place)[at]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
+from tree_compile.distributions import Distributions, TopTokens
+from tree_compile.per_sequence import PartsOfRows, PerSequence
+from tree_compile.row_result import RowResult
 
 
 # A dataclass, because DistributedDataParallel looks for tensors in the fields of those.
@@ -104,8 +29,11 @@ class TreeOutput(Sequence[Any]):
 
     def __post_init__(self) -> None:
         self.sequence_ids = sorted(sequence for result in self._results for sequence in result.row.sequence_ids)
-        places = range(len(self._results[0].tensors))
-        self._tensors = [PerSequence[Tensor](self.sequence_ids, _Parts(self._results, place)) for place in places]
+        places = range(len(self._results[0]))
+        self._tensors = [self._by_sequence(partial(RowResult.parts, place=place)) for place in places]
+
+    def _by_sequence(self, parts: Callable[[RowResult], Sequence[Any]]) -> PerSequence[Any]:
+        return PerSequence(self.sequence_ids, PartsOfRows(self._results, parts))
 
     def __repr__(self) -> str:
         return f"TreeOutput({len(self):,} sequences, {len(self._tensors)} tensors each)"
@@ -126,16 +54,72 @@ class TreeOutput(Sequence[Any]):
         raise AttributeError(f"a TreeOutput has no {name!r}: out[i] is the model's output for sequence i{loss}")
 
     @property
+    def hidden(self) -> PerSequence[Tensor]:
+        """The states that the logits are made from: `[len_i, width]` for every sequence.
+
+        Raises:
+            OutputError: the model does not end in a product of states and parameters.
+        """
+        return self._by_sequence(RowResult.hidden)
+
+    @property
+    def logprobs(self) -> PerSequence[Tensor]:
+        """The log-probability of every token given those before it: `[len_i - 1]`, float32 at least.
+
+        Logits are computed in parts, and again in the backward pass, so that they are never held for a whole row. A
+        token that sequences share is computed once. The first token of a sequence has no probability.
+
+        Raises:
+            StaleOutputError: a parameter of the model's head was changed since the call.
+        """
+        return self._distributions.logprobs
+
+    @property
+    def entropy(self) -> PerSequence[Tensor]:
+        """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`."""
+        return self._distributions.entropy
+
+    def topk(self, k: int) -> PerSequence[TopTokens]:
+        """The `k` likeliest tokens in the place of every token but the first, and their log-probabilities.
+
+        Raises:
+            ValueError: `k` is not between 1 and the number of logits.
+        """
+        return self._distributions.topk(k)
+
+    def logprobs_of(self, labels: Sequence[Any] | Mapping[int, Any]) -> PerSequence[Tensor]:
+        """The log-probabilities of other tokens in the place of every token but the first.
+
+        Args:
+            labels: by the number of the sequence, token ids `[len_i - 1]` or, several for each place,
+                `[len_i - 1, …]`.
+
+        Returns:
+            For every sequence a tensor of the shape of its labels.
+
+        Raises:
+            PayloadError: labels are missing, or not one or several for every place.
+            TokenRangeError: a label is no token id of the model.
+        """
+        return self._distributions.logprobs_of(labels)
+
+    def at_temperature(self, temperature: float) -> Distributions:
+        """`logprobs`, `entropy`, `topk` and `logprobs_of` of softmax(logits / temperature).
+
+        Raises:
+            ValueError: `temperature` is not above 0.
+        """
+        return Distributions(self._results, self.sequence_ids, temperature)
+
+    @cached_property
+    def _distributions(self) -> Distributions:
+        return Distributions(self._results, self.sequence_ids)
+
+    @property
     def logits(self) -> PerSequence[Tensor]:
         """The logits of every sequence: `[len_i, vocabulary]`.
 
         They are the output itself where it is a tensor, its entry or attribute `logits` where it has one, else its
         first tensor.
         """
-        return self._tensors[self._logits_place]
-
-    @cached_property
-    def _logits_place(self) -> int:
-        places = self._form.build(range(len(self._tensors)))
-        found = places.get("logits") if isinstance(places, Mapping) else getattr(places, "logits", None)
-        return found if isinstance(found, int) else 0
+        return self._tensors[self._form.logits_place(len(self._tensors))]

@@ -84,6 +84,11 @@ class Rewritten:
     trail: Trail
 
     @property
+    def logits_place(self) -> int:
+        """Which tensor of the output has the logits."""
+        return self.output_form.logits_place(len(self.batched))
+
+    @property
     def has_indexer(self) -> bool:
         """Whether an indexer chooses what tokens see."""
         return any(finding.kind == "indexer" for finding in self.trail.findings)

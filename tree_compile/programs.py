@@ -10,9 +10,12 @@ from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.failures import of_tables
+from tree_compile.heads import CallSettings, HeadPlan, RowHead
 from tree_compile.inputs import graph_inputs
-from tree_compile.output import RowResult
+from tree_compile.passes.head import find_head
+from tree_compile.passes.shapes import shape_of
 from tree_compile.pipeline import Rewritten, rewrite_model
+from tree_compile.row_result import RowResult
 from tree_compile.runtime.row import Row
 from tree_compile.unpacked import Unpacked
 
@@ -26,12 +29,14 @@ class Program:
     Attributes:
         rewritten: the model's rewritten graph.
         blocks: the same, split and compiled.
+        head: where its head is; None where it has none that can be cut off.
         device: where its inputs have to be.
         checked: whether it was compared with the unpacked model.
     """
 
     rewritten: Rewritten
     blocks: Blocks
+    head: HeadPlan | None
     device: torch.device
     checked: bool = False
 
@@ -42,7 +47,12 @@ class Program:
             TokenRangeError: one of the model's tables has no entry for a number of the row.
         """
         with of_tables(row):
-            return self._result(row, self.blocks(*self._inputs(row)))
+            tensors = self.blocks(*self._inputs(row))
+        if self.head is None:
+            return self._result(row, tensors)
+        outputs = len(self.rewritten.batched) - 1
+        head = RowHead(self.head, tensors[outputs:], CallSettings.now(self.device.type))
+        return self._result(row, tensors[:outputs], head)
 
     def run_uncompiled(self, row: Row) -> RowResult:
         """Computes one row with the rewritten graph as it is."""
@@ -52,9 +62,12 @@ class Program:
         rewritten = self.rewritten
         return graph_inputs(row, self.device, carries_state=rewritten.carries_state, windows=rewritten.windows)
 
-    def _result(self, row: Row, tensors: tuple[Tensor, ...]) -> RowResult:
-        batched = self.rewritten.batched
-        return RowResult(row, tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True)))
+    def _result(self, row: Row, tensors: tuple[Tensor, ...], head: RowHead | None = None) -> RowResult:
+        place, batched = self.rewritten.logits_place, list(self.rewritten.batched)
+        if head is not None:
+            del batched[place]
+        parts = tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True))
+        return RowResult(row, parts, CallSettings.now(self.device.type), place, head)
 
 
 def make_program(unpacked: Unpacked, backend: str) -> Program:
@@ -68,7 +81,22 @@ def make_program(unpacked: Unpacked, backend: str) -> Program:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
     rewritten = rewrite_model(unpacked)
-    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), unpacked.device)
+    return Program(rewritten, *_compiled(rewritten, backend), unpacked.device)
+
+
+def _compiled(rewritten: Rewritten, backend: str) -> tuple[Blocks, HeadPlan | None]:
+    """The blocks, and where their head is."""
+    graph_module = rewritten.graph_module
+    place = rewritten.logits_place
+    outputs: Any = graph_module.graph.output_node().args[0]
+    head = find_head(graph_module.graph, outputs[place]) if outputs.count(outputs[place]) == 1 else None
+    blocks = Blocks(graph_module, BACKENDS[backend], head)
+    if head is None or blocks.plain_head is None:
+        return blocks, None
+    shapes = shape_of(head.hidden), shape_of(head.logits)
+    hidden = blocks.head_inputs.index(head.hidden.name)
+    is_batched = len(shapes[0]) == 3, len(shapes[1]) == 3
+    return blocks, HeadPlan(blocks.head, blocks.plain_head, hidden, is_batched, int(shapes[1][-1]))
 
 
 def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
@@ -83,5 +111,5 @@ def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: in
     rewritten = rewrite_model(unpacked, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
-    blocks = Blocks(rewritten.graph_module, BACKENDS[backend])
-    return replace(program, rewritten=rewritten, blocks=blocks, checked=False)
+    blocks, head = _compiled(rewritten, backend)
+    return replace(program, rewritten=rewritten, blocks=blocks, head=head, checked=False)

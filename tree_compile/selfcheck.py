@@ -14,8 +14,9 @@ from tree_compile.errors import SelfCheckError
 from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.modes import evaluation, without_dropout
-from tree_compile.output import RowResult, TreeOutput
+from tree_compile.output import TreeOutput
 from tree_compile.programs import Program, make_program
+from tree_compile.row_result import RowResult
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row

@@ -1,0 +1,97 @@
+"""The head: what makes logits from the states of the last block, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from tree_compile.passes.draws import draws
+from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
+from tree_compile.runtime.autocast import without_autocast
+
+aten = torch.ops.aten
+_PRODUCTS = {
+    aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
+    aten.einsum.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Head:
+    """The end of a graph that makes logits.
+
+    Attributes:
+        hidden: the states that they are made from, [1, T, width] or [T, width].
+        logits: [1, T, vocabulary] or [T, vocabulary].
+        nodes: the operations from `hidden` down to `logits`, in their order.
+    """
+
+    hidden: fx.Node
+    logits: fx.Node
+    nodes: tuple[fx.Node, ...]
+
+
+def find_head(graph: fx.Graph, logits: fx.Node) -> Head | None:
+    """The last product of tokens and parameters above `logits`, with what follows it; None where there is none.
+
+    In a graph that is proved to work token by token, what lies between one tensor with tokens and the logits does so
+    for any of them alone. Nothing of it may be used elsewhere, draw random numbers, or be an op over trees.
+    """
+    symbol = token_symbol(graph)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    inside: set[fx.Node] = set()
+    above = {logits}
+    has_product = False
+    while not has_product or len(above) != 1:
+        node = max(above, key=places.__getitem__, default=None)
+        if node is None or not _can_be_cut_off(node, inside, logits):
+            return None
+        above.remove(node)
+        inside.add(node)
+        has_product |= _operator(node) in _PRODUCTS
+        above |= {source for source in node.all_input_nodes if _has_tokens(source, symbol)}
+    (hidden,) = above
+    if not (_is_by_token(hidden, symbol) and _is_by_token(logits, symbol)):
+        return None
+    # What goes around the product is a block, as that of a model without a head.
+    if any(_operator(user) not in _PRODUCTS for user in hidden.users if user in inside):
+        return None
+    return Head(hidden, logits, tuple(sorted(_with_sizes(inside), key=places.__getitem__)))
+
+
+def _can_be_cut_off(node: fx.Node, inside: set[fx.Node], logits: fx.Node) -> bool:
+    users = set(node.users) - inside
+    is_used_elsewhere = any(user.op != "output" for user in users) if node is logits else bool(users)
+    return isinstance(_operator(node), OpOverload) and is_tensor(node) and not is_used_elsewhere and not draws(node)
+
+
+def _operator(node: fx.Node) -> Any:
+    return node.args[1] if node.target is without_autocast else node.target
+
+
+def _has_tokens(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    return is_tensor(node) and any(symbol in size_expression(size).free_symbols for size in shape_of(node))
+
+
+def _is_by_token(node: fx.Node, symbol: sympy.Symbol) -> bool:
+    """Whether a node is [1, T, width] or [T, width]."""
+    sizes = [size_expression(size) for size in shape_of(node)]
+    return sizes[:-1] in ([symbol], [1, symbol]) and not sizes[-1].free_symbols
+
+
+def _with_sizes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes`, and the numbers that they alone use."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source.op == "call_function" and not is_tensor(source) and set(source.users) <= found:
+                stack += [source] if source not in found else []
+                found.add(source)
+    return found

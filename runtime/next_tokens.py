@@ -1,0 +1,195 @@
+"""Distributions of next tokens, from the states before a model's head: never more than a chunk of logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["Asked", "NextTokens", "States", "best_tokens", "next_tokens"]
+
+_BUDGET = 1 << 24
+"""Bytes of logits of a chunk on the CPU, where its memory is used again; the backward pass holds a few such tensors."""
+_DEVICE_BUDGET = 1 << 28
+"""The same on other devices, which want large kernels."""
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The states of some tokens, and the head that makes logits of them.
+
+    Attributes:
+        hidden: [T, width].
+        values: other tensors that the model computed for its head, such as a weight.
+        parameters: the parameters that the head computes with.
+        head: takes states [n, width] and `values`; returns logits [n, vocabulary].
+        vocabulary: number of logits.
+    """
+
+    hidden: Tensor
+    values: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    head: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    vocabulary: int
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """`count` states in chunks."""
+        budget = _BUDGET if self.hidden.device.type == "cpu" else _DEVICE_BUDGET
+        size = max(1, budget // (self.vocabulary * max(4, self.hidden.element_size())))
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Whose distributions are asked for, and the log-probabilities of which labels.
+
+    Attributes:
+        states: row indices of the states, int64 [R], each once.
+        owner: the place in `states` that every label belongs to, int64 [E], ascending.
+        labels: token ids, int64 [E].
+    """
+
+    states: Tensor
+    owner: Tensor
+    labels: Tensor
+
+
+class NextTokens(NamedTuple):
+    """What some distributions say.
+
+    Attributes:
+        logprobs: of the labels, [E].
+        entropy: of every distribution, in nats, [R]; [0] where it was not asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def next_tokens(states: States, asked: Asked, temperature: float = 1.0, *, entropy: bool = False) -> NextTokens:
+    """Log-probabilities and entropies of softmax(logits / temperature), float32 at least, with gradients.
+
+    The backward pass computes the logits again (Chen et al., arXiv 1604.06174). With z the logits and p = softmax(z),
+    the gradient of log p[label] in z is onehot(label) - p, and that of the entropy H is -p (log p + H).
+
+    Args:
+        states: the states and their head.
+        asked: of which states and labels.
+        temperature: divides the logits.
+        entropy: whether entropies are computed; else there are none.
+    """
+    tensors = (states.hidden, *states.values, *states.parameters)
+    return NextTokens(*_NextTokens.apply(states, asked, temperature, entropy, *tensors))
+
+
+def best_tokens(states: States, rows: Tensor, k: int) -> Tensor:
+    """The `k` likeliest next tokens after the states in some rows, the likeliest first: int64 [R, k]."""
+    found = [rows.new_zeros(0, k)]
+    with torch.no_grad():
+        found += [
+            states.head(states.hidden[rows[part]], states.values).topk(k).indices for part in states.parts(len(rows))
+        ]
+    return torch.cat(found)
+
+
+class _NextTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: States, asked: Asked, temperature: float, entropy: bool, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        none = states.hidden.new_zeros(0, dtype=_wide(states.hidden.dtype))
+        found, entropies = [none], [none]
+        for part, edges in _chunks(states, asked):
+            logits = states.head(states.hidden[asked.states[part]], states.values)
+            logprobs = _scaled(logits, temperature).log_softmax(1)
+            found.append(logprobs[asked.owner[edges] - part.start, asked.labels[edges]])
+            if entropy:
+                entropies.append(torch.special.entr(logprobs.exp_()).sum(1))
+        ctx.states, ctx.asked, ctx.temperature = states, asked, temperature
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        return torch.cat(found), torch.cat(entropies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        states, asked = ctx.states, ctx.asked
+        hidden, *others = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
+        sums = [torch.zeros_like(x) if need else None for x, need in zip((hidden, *others), needed, strict=True)]
+        for part, edges in _chunks(states, asked):
+            rows = asked.states[part]
+            logits, inputs = _again(states, hidden[rows], others, needed)
+            owner, labels = asked.owner[edges] - part.start, asked.labels[edges]
+            to_scores = _to_scores(
+                _scaled(logits.detach(), ctx.temperature),
+                None if to_logprobs is None else (owner, labels, to_logprobs[edges]),
+                None if to_entropy is None else to_entropy[part],
+            )
+            found = iter(torch.autograd.grad(logits, inputs, to_scores.div_(ctx.temperature).to(logits.dtype)))
+            if sums[0] is not None:
+                sums[0].index_copy_(0, rows, next(found))
+            for total, gradient in zip((total for total in sums[1:] if total is not None), found, strict=True):
+                total.add_(gradient)
+        return None, None, None, None, *sums
+
+
+def _chunks(states: States, asked: Asked) -> Iterator[tuple[slice, slice]]:
+    """The states in chunks, and the labels of each."""
+    parts = list(states.parts(len(asked.states)))
+    ends = torch.searchsorted(asked.owner, torch.tensor([part.stop for part in parts], device=asked.owner.device))
+    starts = [0, *ends.tolist()]
+    return ((part, slice(start, end)) for part, start, end in zip(parts, starts, starts[1:], strict=False))
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, in float32 at least."""
+    wide = logits.to(_wide(logits.dtype))
+    return wide if temperature == 1.0 else wide / temperature
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _again(
+    states: States, hidden: Tensor, others: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor]]:
+    """The logits of `hidden`, computed again, and the tensors that need a gradient, in their order."""
+    count = len(states.values)
+    hidden, *values = (
+        tensor.detach().requires_grad_(need)
+        for tensor, need in zip((hidden, *others[:count]), needed[: count + 1], strict=True)
+    )
+    with torch.enable_grad():
+        logits = states.head(hidden, values)
+    tensors = (hidden, *values, *states.parameters)
+    return logits, [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+
+
+def _to_scores(scores: Tensor, to_logprobs: tuple[Tensor, Tensor, Tensor] | None, to_entropy: Tensor | None) -> Tensor:
+    """The gradient in the scores [n, vocabulary].
+
+    Args:
+        scores: logits / temperature.
+        to_logprobs: of some labels: place of their state, label and gradient, [E] each.
+        to_entropy: of every entropy, [n].
+    """
+    total = scores.new_zeros(len(scores))
+    if to_logprobs is not None:
+        owner, labels, gradient = to_logprobs
+        total.index_add_(0, owner, gradient)
+    if to_entropy is None:
+        found = scores.softmax(1).mul_(-total[:, None])
+    else:
+        chance = scores.softmax(1)
+        minus_log = torch.special.entr(chance)
+        entropy = minus_log.sum(1)
+        found = minus_log.mul_(to_entropy[:, None]).addcmul_(chance, (to_entropy * entropy + total)[:, None], value=-1)
+    if to_logprobs is not None:
+        found.index_put_((owner, labels), gradient, accumulate=True)
+    return found

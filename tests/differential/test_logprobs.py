@@ -1,0 +1,280 @@
+"""Log-probabilities and entropies, and their gradients, are those of the unpacked model's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.differential.comparison import Result, gradient_difference, output_difference, run
+from tests.differential.double import InDouble
+from tests.differential.trees import deep_sequences, random_sequences
+from tree_compile import Plan, TreeModel, plan_rows, treecompile
+from tree_compile.errors import OutputError, PayloadError, StaleOutputError, TokenRangeError
+from tree_compile.runtime import next_tokens
+from tree_compile.tiny import tiny_model
+
+TOLERANCE = 1e-9
+VOCABULARY = 128
+SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3], [7], [1, 2, 3, 6]]
+
+
+class Own(nn.Module):
+    """An attention, and a head that is given."""
+
+    def __init__(self, logits_of: Callable[[Own, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(VOCABULARY, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head, self.down, self.up = nn.Linear(16, VOCABULARY), nn.Linear(16, 2), nn.Linear(2, VOCABULARY)
+        self.gain = nn.Parameter(torch.rand(VOCABULARY, 1) + 0.5)
+        self.logits_of = logits_of
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        query, key, value = (project(x).unflatten(-1, (2, 8)).transpose(1, 2) for project in self.mix)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.logits_of(self, x + mixed.transpose(1, 2).flatten(2))
+
+
+def with_adapter(model: Own, x: Tensor) -> Tensor:
+    return model.head(x) + 0.5 * model.up(model.down(x))
+
+
+def with_scaled_weight(model: Own, x: Tensor) -> Tensor:
+    return x @ (model.gain * model.head.weight).T + model.head.bias
+
+
+def without_some_tokens(model: Own, x: Tensor) -> Tensor:
+    return model.head(x).masked_fill(torch.arange(VOCABULARY) % 7 == 6, -torch.inf)
+
+
+def not_by_a_product(model: Own, x: Tensor) -> Tensor:
+    return model.head(x) + x.mean(-1, keepdim=True).exp()
+
+
+def family(model_type: str, **settings: object) -> Callable[[], nn.Module]:
+    return lambda: tiny_model(model_type, **settings)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": family("llama", tie_word_embeddings=False),
+    "llama with tied weights": family("llama", tie_word_embeddings=True),
+    "cohere2 with a scale": family("cohere2", logit_scale=0.3),
+    "gemma2 with a softcap": family("gemma2", final_logit_softcapping=2.0),
+    "gpt2": family("gpt2"),
+    "qwen3_next": family("qwen3_next", experts_implementation="batched_mm"),
+    "a head with an adapter": lambda: Own(with_adapter),
+    "a head whose weight is computed": lambda: Own(with_scaled_weight),
+    "a head that rules tokens out": lambda: Own(without_some_tokens),
+    "no head": lambda: Own(not_by_a_product),
+}
+HEADLESS = {"no head"}
+
+
+@cache
+def tree_model_of(name: str) -> TreeModel:
+    torch.manual_seed(0)
+    with InDouble():
+        tree_model = treecompile(MODELS[name]().double(), backend="eager")
+        tree_model([[1, 2, 3]])
+    return tree_model
+
+
+def plain(model: nn.Module, sequence: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """log softmax over all logits of the unpacked model, for every token but the first."""
+    out = model(torch.tensor([sequence]))
+    logits = out if isinstance(out, Tensor) else out.logits
+    return (logits[0, :-1] / temperature).log_softmax(-1)
+
+
+def plain_logprobs(model: nn.Module, sequence: Sequence[int], temperature: float = 1.0) -> Tensor:
+    return plain(model, sequence, temperature).gather(1, torch.tensor(sequence[1:], dtype=torch.int64)[:, None])[:, 0]
+
+
+def plain_entropy(model: nn.Module, sequence: Sequence[int], temperature: float = 1.0) -> Tensor:
+    return entropy_of(plain(model, sequence, temperature))
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
+
+
+def require_equal(expected: Result, found: Result) -> None:
+    assert output_difference(expected, found) < TOLERANCE
+    assert gradient_difference(expected, found) < TOLERANCE
+
+
+def flat(*parts: Sequence[Tensor]) -> list[Tensor]:
+    """Those of one element at least: a sequence of one token has no log-probability."""
+    return [part for own in parts for part in own if part.numel()]
+
+
+TREES: dict[str, tuple[list[list[int]], int | None]] = {
+    "a random tree": (random_sequences(1, VOCABULARY - 2), None),
+    "a random tree in several rows": (random_sequences(2, VOCABULARY - 2), 80),
+    "a trunk with leaves at depth 8": (deep_sequences(3, VOCABULARY - 2), None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tree", TREES)
+def test_logprobs_and_entropies_equal_those_of_the_unpacked_model(name, tree, monkeypatch) -> None:
+    sequences, row_tokens = TREES[tree]
+    if name == "a head that rules tokens out":
+        sequences = [[token - token % 7 for token in sequence] for sequence in sequences]
+    monkeypatch.setattr(next_tokens, "_BUDGET", 7 * 8 * VOCABULARY)
+    tree_model, plan = tree_model_of(name), plan_rows(sequences, row_tokens, min_shared_tokens=1)
+    model = tree_model.unpacked
+
+    def packed() -> list[Tensor]:
+        out = tree_model(plan)
+        return flat(out.entropy, out.logprobs)
+
+    with InDouble():
+        expected = run(
+            model, lambda: flat(*([of(model, s) for s in sequences] for of in (plain_entropy, plain_logprobs)))
+        )
+        require_equal(expected, run(model, packed))
+        assert output_difference(expected, run(model, lambda: flat(*without_rewrite(model, plan)))) > 100 * TOLERANCE
+
+
+def without_rewrite(model: nn.Module, plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
+    """The packed rows as if each were one sequence."""
+    found = []
+    for i in range(plan.sequences):
+        row = plan.rows[plan.row_of(i)]
+        path = torch.from_numpy(row.path(i))
+        logprobs = model(torch.from_numpy(row.tokens)[None])
+        logprobs = (logprobs if isinstance(logprobs, Tensor) else logprobs.logits)[0, path[:-1]].log_softmax(-1)
+        labels = torch.from_numpy(row.tokens)[path[1:]][:, None]
+        found.append((entropy_of(logprobs), logprobs.gather(1, labels)[:, 0]))
+    return [entropy for entropy, _ in found], [own for _, own in found]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_a_head_that_stands_alone_is_cut_off(name) -> None:
+    out = tree_model_of(name)(SEQUENCES)
+    if name in HEADLESS:
+        with pytest.raises(OutputError, match="states before the logits"):
+            len(out.hidden[0])
+    else:
+        assert [len(states) for states in out.hidden] == [len(sequence) for sequence in SEQUENCES]
+
+
+def test_temperature_divides_the_logits() -> None:
+    tree_model = tree_model_of("gemma2 with a softcap")
+    model, sequences = tree_model.unpacked, random_sequences(4, VOCABULARY)
+
+    def packed() -> list[Tensor]:
+        cold = tree_model(sequences).at_temperature(0.3)
+        return flat(cold.logprobs, cold.entropy)
+
+    with InDouble():
+        of = (plain_logprobs, plain_entropy)
+        expected = run(model, lambda: flat(*([form(model, s, 0.3) for s in sequences] for form in of)))
+        require_equal(expected, run(model, packed))
+
+
+def test_likeliest_tokens_are_those_of_the_unpacked_model() -> None:
+    tree_model = tree_model_of("llama")
+    model, sequences = tree_model.unpacked, [s for s in random_sequences(5, VOCABULARY) if len(s) > 1]
+    with InDouble():
+        best = [plain(model, sequence).topk(3).indices for sequence in sequences]
+        for found, expected in zip(tree_model(sequences).topk(3), best, strict=True):
+            assert torch.equal(found.tokens, expected)
+        expected = run(model, lambda: [plain(model, s).topk(3).values for s in sequences])
+        require_equal(expected, run(model, lambda: [top.logprobs for top in tree_model(sequences).topk(3)]))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+def test_labels_of_every_sequence_have_their_own_logprobs(shape) -> None:
+    tree_model = tree_model_of("llama")
+    model, sequences = tree_model.unpacked, [s for s in random_sequences(6, VOCABULARY) if len(s) > 1]
+    labels = [torch.randint(VOCABULARY, (len(sequence) - 1, *shape)) for sequence in sequences]
+
+    def alone() -> list[Tensor]:
+        pairs = zip(sequences, labels, strict=True)
+        return [
+            plain(model, s).gather(1, own.flatten(1) if shape else own[:, None]).view(own.shape) for s, own in pairs
+        ]
+
+    with InDouble():
+        require_equal(run(model, alone), run(model, lambda: list(tree_model(sequences).logprobs_of(labels))))
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "message"),
+    [
+        ([[1, 2]], PayloadError, "no labels for sequence 1"),
+        ({0: [1, 2]}, PayloadError, "no labels for sequence 1"),
+        ([[1, 2], [1, 2]], PayloadError, r"labels of sequence 1 have shape \(2,\)"),
+        ([[1, 2], [1.0]], PayloadError, "type float64"),
+        ([[1, 2], [-100]], TokenRangeError, "labels of sequence 1 reach from -100"),
+        ([[1, VOCABULARY], [1]], TokenRangeError, "labels of sequence 0"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(labels, error, message) -> None:
+    with pytest.raises(error, match=message):
+        list(tree_model_of("llama")([[1, 2, 3], [1, 4]]).logprobs_of(labels))
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("inf"), float("nan")])
+def test_temperature_is_above_zero(temperature) -> None:
+    with pytest.raises(ValueError, match="a number above 0"):
+        tree_model_of("llama")(SEQUENCES).at_temperature(temperature)
+
+
+@pytest.mark.parametrize("k", [0, VOCABULARY + 1])
+def test_likeliest_tokens_are_no_more_than_there_are_logits(k) -> None:
+    with pytest.raises(ValueError, match="between 1 and the number of logits, 128"):
+        list(tree_model_of("llama")(SEQUENCES).topk(k))
+
+
+@pytest.mark.parametrize("ask", ["logits", "logprobs", "entropy"])
+def test_what_is_computed_later_keeps_the_gradients_of_the_call(ask) -> None:
+    tree_model = tree_model_of("llama")
+    out = tree_model(SEQUENCES)
+    with torch.no_grad():
+        assert getattr(out, ask)[0].requires_grad
+    with torch.no_grad():
+        out = tree_model(SEQUENCES)
+    assert not getattr(out, ask)[0].requires_grad
+
+
+@pytest.mark.parametrize("ask", ["logits", "logprobs", "entropy"])
+def test_what_is_computed_later_keeps_the_autocast_of_the_call(ask) -> None:
+    tree_model = treecompile(tiny_model("llama"), backend="eager", self_check=False, min_shared_tokens=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        now, later = tree_model(SEQUENCES), tree_model(SEQUENCES)
+        expected = getattr(now, ask)[0]
+    torch.testing.assert_close(getattr(later, ask)[0], expected, rtol=0, atol=0)
+    exact = getattr(tree_model(SEQUENCES), ask)[0]
+    assert bool((exact - expected).abs().max() > 1e-5)
+
+
+@pytest.mark.parametrize("ask", ["logits", "logprobs", "entropy"])
+def test_what_is_asked_after_a_step_of_the_optimizer_is_refused(ask) -> None:
+    model = tiny_model("llama")
+    tree_model = treecompile(model, backend="eager", self_check=False, min_shared_tokens=1)
+    out = tree_model(SEQUENCES)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    with pytest.raises(StaleOutputError, match=r"before optimizer\.step"):
+        getattr(out, ask)[0]
+
+
+def test_output_without_logits_is_told() -> None:
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.embed(ids).unflatten(-1, (2, 2))
+
+    with pytest.raises(OutputError, match="has no logits"):
+        treecompile(Count(), backend="eager")(SEQUENCES).logprobs[0]

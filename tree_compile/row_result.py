@@ -1,0 +1,96 @@
+"""What a program computes for one row, and its parts by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from tree_compile.errors import OutputError
+from tree_compile.heads import CallSettings, RowHead
+from tree_compile.runtime.next_tokens import States
+from tree_compile.runtime.row import Row
+from tree_compile.runtime.unpack import unpack_row
+
+
+@dataclass(frozen=True, eq=False)
+class RowResult:
+    """The graph's results for one row.
+
+    Attributes:
+        row: the row.
+        tensors: `[T, …]` each, in the layout of the row (padding may follow); without the logits where there is a head.
+        settings: those of torch that the call was made under.
+        logits_place: place of the logits among the outputs.
+        head: makes the logits; None where they are among the tensors.
+    """
+
+    row: Row
+    tensors: tuple[Tensor, ...]
+    settings: CallSettings
+    logits_place: int
+    head: RowHead | None = None
+
+    @cached_property
+    def _parts(self) -> dict[int, list[Tensor]]:
+        return {}
+
+    def __len__(self) -> int:
+        return len(self.tensors) + (self.head is not None)
+
+    def tensor(self, place: int) -> Tensor:
+        """The output at `place`; logits are computed when they are first asked for."""
+        if self.head is None or place < self.logits_place:
+            return self.tensors[place]
+        return self.head.logits if place == self.logits_place else self.tensors[place - 1]
+
+    def parts(self, place: int) -> list[Tensor]:
+        """The output at `place`, one part `[len_i, …]` for every sequence of the row, in the order of its ids."""
+        if place not in self._parts:
+            self._parts[place] = self.unpacked(self.tensor(place))
+        return self._parts[place]
+
+    @cached_property
+    def states(self) -> States:
+        """The states before the head; without one the logits themselves, which make themselves.
+
+        Raises:
+            OutputError: the logits are not one number for every token id and token.
+            StaleOutputError: a parameter of the head was changed since the call.
+        """
+        if self.head is not None:
+            return self.head.states()
+        logits = self.tensors[self.logits_place]
+        if logits.dim() != 2 or not logits.is_floating_point():
+            raise OutputError(
+                f"The model's output has no logits: its first tensor is {logits.dtype} with {logits.dim()} dimensions.",
+                why="log-probabilities are computed from logits [T, vocabulary].",
+                hint="return the logits as the output, or as its entry or attribute `logits`.",
+            )
+        return States(logits, (), (), _as_they_are, logits.shape[1])
+
+    def hidden(self) -> list[Tensor]:
+        """The states before the head `[len_i, width]`, for every sequence of the row.
+
+        Raises:
+            OutputError: there is no head.
+        """
+        if self.head is None:
+            raise OutputError(
+                "The states before the logits are not known.",
+                why="the model does not end in a product of states and parameters that stands alone.",
+                hint="let the model return them.",
+            )
+        return self.unpacked(self.head.hidden)
+
+    def unpacked(self, values: Tensor) -> list[Tensor]:
+        """Values `[T, …]` of the row, one part `[len_i, …]` for every sequence, in the order of its ids."""
+        # Values that are first asked for under no_grad, to be printed, are asked for again by a loss.
+        with self.settings.restored():
+            return unpack_row(values, [self.row.path_ranges(sequence) for sequence in self.row.sequence_ids])
+
+
+def _as_they_are(logits: Tensor, _others: Sequence[Tensor]) -> Tensor:
+    return logits

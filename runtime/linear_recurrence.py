@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
-from tree_compile.runtime.mixers import computed_in, mixer, require_shape
+from tree_compile.runtime.mixers import computed_in, mixer, require_rank, require_shape
 from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
 from tree_compile.runtime.row_tree import RowTree, row_or_chains, with_values_on_padding
@@ -38,7 +38,9 @@ def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["values"][2], shapes["values"][3], shapes["write"][3]
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+@mixer(
+    {"query": 1, "key": 1, "value": 1, "beta": 1, "decay": 1}, "value", state=_state_of_heads, keys="key", over="chunks"
+)
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -73,13 +75,13 @@ def delta_rule(
 
     Raises:
         ValueError: there are no tokens, a tensor has another shape, or H is not a multiple of Hk; `initial_state` has
-            not one state for each root; or `tree` is given and B is not 1.
+            not one state for each root; or `tree` is given, and B is not 1 or T another number than in the tree.
     """
     options = LinearOptions(scale, normalize, initial_state, output_final_state)
     return _recurrence(query, key, value, decay, beta, tree, options)
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key", over="chunks")
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -104,6 +106,7 @@ def linear_attention(
     "values",
     state=_state_of_space,
     keys="write",
+    over="chunks",
 )
 def state_space_scan(
     values: Tensor,
@@ -138,6 +141,8 @@ def state_space_scan(
     Raises:
         ValueError: as in `delta_rule`.
     """
+    require_rank("values", values, 4)
+    require_rank("write", write, 4)
     batch, length, heads, width = values.shape
     require_shape("step", step, (batch, length, heads))
     require_shape("rate", rate, (heads,))
@@ -167,6 +172,8 @@ def _recurrence(
     tree: RowTree | None,
     options: LinearOptions,
 ) -> tuple[Tensor, Tensor | None]:
+    require_rank("value", value, 4)
+    require_rank("key", key, 4)
     batch, length = value.shape[:2]
     row = row_or_chains(tree, "value", value)
     _require_shapes(query, key, value, decay, beta, options.initial_state)

@@ -20,6 +20,7 @@ __all__ = [
     "in_chunks",
     "in_row",
     "last_chunks",
+    "require_row",
     "row_or_chains",
     "tree_of_chains",
     "tree_of_segments",
@@ -104,16 +105,28 @@ def row_or_chains(tree: RowTree | None, name: str, values: Tensor) -> RowTree:
         values: [B, T, …].
 
     Raises:
-        ValueError: there are no tokens, or a batch of rows.
+        ValueError: there are no tokens, a batch of rows, or another number of tokens than in the tree.
     """
     batch, length = values.shape[:2]
     if batch * length == 0:
         raise ValueError(f"no tokens: {name} is {tuple(values.shape)}")
     if tree is None:
         return tree_of_chains(batch, length, values.device)
+    require_row(tree, name, values)
+    return tree
+
+
+def require_row(tree: RowTree, name: str, values: Tensor) -> None:
+    """Refuses values [B, T, …] that are not one row, or not as long as that of the tree.
+
+    Raises:
+        ValueError: they are not.
+    """
+    batch, length = values.shape[:2]
     if batch != 1:
         raise ValueError(f"a batch of {batch} over one tree; {name} must be one row, [1, T, …]")
-    return tree
+    if length != len(tree.parent):
+        raise ValueError(f"{name} has {length} tokens, and the row of the tree {len(tree.parent)}")
 
 
 def in_chunks(values: Tensor, tree: RowTree) -> Tensor:

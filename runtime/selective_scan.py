@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import computed_in, mixer, require_shape
+from tree_compile.runtime.mixers import computed_in, mixer, require_rank, require_shape
 from tree_compile.runtime.row_tree import (
     CHUNK,
     RowTree,
@@ -28,7 +28,9 @@ def _state(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["rate"][0], shapes["rate"][1]
 
 
-@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state)
+@mixer(
+    {"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state, over="chunks"
+)
 def selective_scan(
     values: Tensor,
     step: Tensor,
@@ -63,8 +65,10 @@ def selective_scan(
 
     Raises:
         ValueError: there are no tokens, or a tensor has another shape; `initial_state` has not one state for each root;
-            or `tree` is given and B is not 1.
+            or `tree` is given, and B is not 1 or T another number than in the tree.
     """
+    require_rank("values", values, 3)
+    require_rank("rate", rate, 2)
     row, dtype = row_or_chains(tree, "values", values), computed_in(values)
     _require_shapes(values, step, rate, write, read, skip, initial_state)
     wide, step = values.to(dtype), step.to(dtype)

@@ -178,7 +178,7 @@ def _through_followed(
     """The gradients that the states after `chunks` give to what they are made of."""
     gradients.kept[chunks] = (after * states[chunks]).sum_to_size(maps.kept[chunks].shape)
     if maps.left is None:
-        gradients.written[chunks] = after
+        gradients.written[chunks] += after
         return
     by_head = after.flatten(0, 1)
     torch.bmm(new[chunks].flatten(0, 1), by_head.mT, out=_by_head(gradients.left[chunks]))

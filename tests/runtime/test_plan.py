@@ -416,6 +416,21 @@ def test_trainable_that_is_no_list_of_marks_is_told_what_marks_are(mask):
     assert "one 0 or 1 for every token" in raised.value.hint
 
 
+WITHOUT_VALUES = {
+    "meta": (torch.zeros(2, device="meta"), "on the meta device, not a list of bools or numbers"),
+    "sparse": (torch.tensor([0, 1]).to_sparse(), "not a list of bools or numbers"),
+    "masked": (np.ma.masked_array([0, 1], [True, False]), "some values are masked"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_VALUES)
+def test_trainable_that_lacks_values_is_told_what_marks_are(name):
+    mask, what = WITHOUT_VALUES[name]
+    with pytest.raises(TokenTypeError, match=what) as raised:
+        plan_rows([[1, 2], [3, 4]], share="context", trainable=[[0, 1], mask])
+    assert "whether it is trained on" in raised.value.why
+
+
 @pytest.mark.parametrize("mask", [[0, float("nan")], torch.tensor([float("inf"), 0])])
 def test_trainable_that_is_not_finite_is_refused(mask):
     with pytest.raises(TokenTypeError, match="trainable of sequence 1 has entries that are not finite"):

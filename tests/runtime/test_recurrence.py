@@ -20,6 +20,7 @@ from tree_compile.runtime import linear_recurrence as linear
 from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
 from tree_compile.runtime.row_tree import CHUNK, RowTree, tree_of_segments
 from tree_compile.runtime.selective_scan import selective_scan
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 Inputs = dict[str, Tensor]
 HEADS, KEY_HEADS, D, E = 4, 2, 6, 5
@@ -347,6 +348,29 @@ def test_every_root_starts_from_its_own_state(name: str) -> None:
         op(**inputs, tree=tree, initial_state=initial[:1])
 
 
+def test_state_that_is_read_where_what_is_written_is_added_as_it_is() -> None:
+    """A form of `ChunkMaps` that no op of ours has."""
+    parent = torch.tensor([-1, 0, 0, 1, 1, 2])
+    kept, fresh, reads, initial = normal(6, 2, 3, 1), normal(6, 2, 3, 5), normal(6, 2, 3, 3), normal(1, 2, 3, 5)
+    given = [tensor.requires_grad_() for tensor in (kept, fresh, reads, initial)]
+    weights = [normal(6, 2, 3, 5) for _ in range(3)]
+    maps = ChunkMaps(kept, fresh, None, reads)
+    states, written = starting_states(maps, parent, initial)
+    results = [states, written, final_states(maps, states, written)]
+
+    begun, new, ended = [], [], []
+    for chunk, above in enumerate(parent.tolist()):
+        begun.append(initial[0] if above < 0 else ended[above])
+        new.append(fresh[chunk] - reads[chunk] @ begun[chunk])
+        ended.append(kept[chunk] * begun[chunk] + new[chunk])
+    wanted = [torch.stack(parts) for parts in (begun, new, ended)]
+    assert difference(results, wanted) < 1e-10
+    losses = [
+        sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)) for parts in (results, wanted)
+    ]
+    assert difference(*(list(torch.autograd.grad(loss, given)) for loss in losses)) < 1e-10
+
+
 MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "heads of a decay": ("gated delta rule", "decay", (1, 50, 2), "decay"),
     "a decay one token short": ("gated delta rule", "decay", (1, 49, HEADS), "decay"),
@@ -374,6 +398,16 @@ MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "a weight of one channel": ("convolution", "weight", (1, 4), "weight"),
     "a weight of no token": ("convolution", "weight", (D, 0), "weight"),
     "a bias for each token": ("convolution", "bias", (50, 1), "bias"),
+    "values without heads": ("gated delta rule", "value", (1, 50, E), "value is .*; it must have 4 dimensions"),
+    "keys without heads": ("gated delta rule", "key", (1, 50, D), "key is .*; it must have 4 dimensions"),
+    "queries without heads": ("gated delta rule", "query", (1, 50, D), "query"),
+    "a space without heads": ("state space scan", "values", (1, 50, E), "values is .*; it must have 4 dimensions"),
+    "write without groups": ("state space scan", "write", (1, 50, D), "write is .*; it must have 4 dimensions"),
+    "read without groups": ("state space scan", "read", (1, 50, D), "read"),
+    "values with heads": ("selective scan", "values", (1, 50, 1, D), "values is .*; it must have 3 dimensions"),
+    "a rate of one number": ("selective scan", "rate", (), "rate is .*; it must have 2 dimensions"),
+    "values of one sequence alone": ("convolution", "values", (50, D), "values is .*; it must have 3 dimensions"),
+    "a weight of one number": ("convolution", "weight", (), "weight is .*; it must have 2 dimensions"),
 }
 
 
@@ -385,11 +419,16 @@ def test_shape_that_does_not_fit_is_refused(case: str) -> None:
         op(**make(50) | {key: normal(*shape)})
 
 
-def test_batch_over_a_tree_is_refused() -> None:
+@pytest.mark.parametrize("name", OPS)
+def test_values_that_are_not_the_row_of_the_tree_are_refused(name: str) -> None:
+    op, _, make = OPS[name]
     (row,) = plan_rows([[1] * 50], min_shared_tokens=1).rows
-    inputs = {name: value.expand(2, *value.shape[1:]) for name, value in delta_inputs(50).items()}
-    with pytest.raises(ValueError, match="a batch of 2"):
-        linear.delta_rule(**inputs, tree=tree_of(row))
+    twice = {key: torch.cat([value] * 2) if is_per_token(value) else value for key, value in make(50).items()}
+    with pytest.raises(ValueError, match="a batch of 2 over one tree"):
+        op(**twice, tree=tree_of(row))
+    for tokens in (49, 51):
+        with pytest.raises(ValueError, match=f"has {tokens} tokens, and the row of the tree 50"):
+            op(**make(tokens), tree=tree_of(row))
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import levels
+from tree_compile.runtime.depths import depth_of_each
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.regroup import regroup
 from tree_compile.runtime.sequences import IntArray
@@ -63,7 +63,7 @@ def tree_of_segments(segments: IntArray, parent: IntArray, least: int = 1) -> Ro
     Args:
         segments: int64 [S, 5], columns as in `Layout`.
         parent: int64 [T], as in `Row`.
-        least: smallest size of every array; sequences of 1 need one of 2, for which compiled code is made.
+        least: smallest size of every array: compiled code wants 2 or more, so a row of one token is padded.
     """
     length = segments[:, END] - segments[:, START]
     count = -(-length // CHUNK)
@@ -198,7 +198,7 @@ def _by_level(above: IntArray) -> tuple[IntArray, IntArray]:
     """The order of chunks by level, and for each in that order the place of the one above it."""
     is_last = np.ones(len(above), np.int64)
     is_last[above[above >= 0]] = 0
-    order = np.lexsort((is_last, np.array(levels(above))))
+    order = np.lexsort((is_last, np.array(depth_of_each(above))))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     return order, np.where(above[order] < 0, -1, place[above[order]])

@@ -100,5 +100,5 @@ def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
 
 def _row_states(row: Row, bytes_per_chunk: int) -> RowStates:
     tree = tree_of_segments(row.segments, row.parent)
-    chunks, levels = len(tree.chunk_parent), len(levels_of(tree.chunk_parent))
+    chunks, levels = len(tree.chunk_parent), len(levels_of(tree.chunk_parent, tree.chunk_parent.device))
     return RowStates(len(row.tokens), len(depths_of(row.segments)), chunks, levels, chunks * bytes_per_chunk)

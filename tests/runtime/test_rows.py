@@ -134,7 +134,7 @@ def test_no_budget_takes_the_best_construction_and_a_budget_improves_it():
     ]
     tree = tree_of(sequences)
     leaves = leaves_of(tree)
-    found = [row_sizes(tree, row_of) for row_of in constructions(tree, leaves, 170)]
+    found = [row_sizes(tree, leaf_row) for leaf_row in constructions(tree, leaves, 170)]
     best = min((len(used), sum(used)) for used in found)
 
     def result(attempts):

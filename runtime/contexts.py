@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tree_compile.errors import PayloadError, TokenTypeError
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
@@ -44,7 +45,7 @@ def shared_at_most(batch: Batch, trainable: Any) -> IntArray:
     """
     masks = _masks(trainable)
     if len(masks) != len(batch):
-        raise _misfit(f"trainable is for {len(masks)} sequences, and the batch has {len(batch)}.")
+        raise _misfit(f"trainable is for {count_of(len(masks), 'sequence')}, and the batch has {len(batch)}.")
     for i, (mask, length) in enumerate(zip(masks, batch.lengths.tolist(), strict=True)):
         if mask.shape != (length,):
             raise _misfit(f"trainable does not fit sequence {i}: it is of shape {mask.shape}, not {(length,)}.")

@@ -71,7 +71,8 @@ def delta_rule(
 
     Returns:
         [B, T, H, E] in the dtype of `value`; and, where asked for, the states after the last token of each sequence,
-        [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`.
+        [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`; they are float64 where `value` is, and
+        float32 elsewhere.
 
     Raises:
         ValueError: there are no tokens, a tensor has another shape, or H is not a multiple of Hk; `initial_state` has
@@ -132,7 +133,8 @@ def state_space_scan(
         read: [B, T, G, D].
         tree: as in `delta_rule`.
         skip: [H] or [H, E], factor of the values that are added to the output.
-        initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
+        initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it; [roots, H, E, D]
+            with `tree`.
         output_final_state: as in `delta_rule`.
 
     Returns:
@@ -175,14 +177,14 @@ def _recurrence(
     require_rank("value", value, 4)
     require_rank("key", key, 4)
     batch, length = value.shape[:2]
-    row = row_or_chains(tree, "value", value)
+    forest = row_or_chains(tree, "value", value)
     _require_shapes(query, key, value, decay, beta, options.initial_state)
     given = LinearInputs(query, key, value, _per_channel(decay, value), beta)
     inputs = given.of_each(lambda x: x.flatten(0, 1)[None])
     compute = by_kernels if kernels_can(key, value) else by_chunks
     # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
     with torch.autocast(value.device.type, enabled=False):
-        out, final = compute(inputs, row, options)
+        out, final = compute(inputs, forest, options)
     out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
     return with_values_on_padding(out, value, tree), final
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.depths import depth_of_each
 from tree_compile.runtime.layout import END, PARENT
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tree_compile.runtime.row import Row
     from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["count_of", "render_plan"]
+__all__ = ["render_plan"]
 
 _MIN_WIDTH = 60
 _MAX_LINES = 24
@@ -41,11 +42,6 @@ def render_plan(plan: Plan, width: int = 100) -> str:
         raise ValueError(f"width is {width}; it must be at least {_MIN_WIDTH} columns")
     lines = [*_summary(plan), "", *_tree_lines(plan.tree, width), "", *_row_lines(plan, width)]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def count_of(number: int, noun: str, plural: str = "") -> str:
-    """`1 leaf`, `1,200 leaves`: `plural` where an s does not make it."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _summary(plan: Plan) -> list[str]:

@@ -17,6 +17,7 @@ from tree_compile.errors import (
     TokenRangeError,
     TokenTypeError,
 )
+from tree_compile.runtime.counts import count_of
 
 if TYPE_CHECKING:
     import torch
@@ -269,14 +270,14 @@ def _check_aligned(batch: Batch, name: str, first: int) -> None:
     tokens_name, values = next(iter(batch.inputs)), batch.inputs[name]
     if len(values) != len(batch):
         raise PayloadError(
-            f"{name} has {len(values)} sequences, {tokens_name} has {len(batch)}.",
+            f"{name} has {count_of(len(values), 'sequence')}, {tokens_name} has {len(batch)}.",
             why="a payload has one list for every sequence.",
             hint=f"give {name} as many lists as {tokens_name} has.",
         )
     for i, (payload, tokens) in enumerate(zip(values, batch.tokens, strict=True), first):
         if len(payload) != len(tokens):
             raise PayloadError(
-                f"Sequence {i} has {len(payload)} values in {name} and {len(tokens)} in {tokens_name}.",
+                f"Sequence {i} has {count_of(len(payload), 'value')} in {name} and {len(tokens)} in {tokens_name}.",
                 why="a payload has one value per token.",
                 hint=f"give {name} one value for every token, or pass what is constant in forward_kwargs.",
             )

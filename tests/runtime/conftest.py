@@ -12,7 +12,7 @@ from hypothesis import settings
 settings.register_profile("tree_compile", deadline=None)
 settings.load_profile("tree_compile")
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+HELPERS = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers"
 
 
 def module_of(file: Path) -> ModuleType:
@@ -30,12 +30,12 @@ def workloads(shared: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def seed_rule() -> ModuleType:
+def published_rule() -> ModuleType:
     """The published rule in plain Python."""
-    return module_of(BENCHMARKS / "seed_rule.py")
+    return module_of(HELPERS / "published_rule.py")
 
 
 @pytest.fixture(scope="session")
 def exact_rows() -> ModuleType:
     """The fewest rows by a solver."""
-    return module_of(BENCHMARKS / "exact_rows.py")
+    return module_of(HELPERS / "exact_rows.py")

@@ -170,7 +170,7 @@ def test_strict_prefix_in_two_rows_is_read_from_one():
 
 def test_plan_and_row_print_as_their_numbers():
     plan = plan_rows([[1, 2], [1, 3]], min_shared_tokens=1)
-    assert repr(plan) == "Plan(2 sequences, 4 tokens in, 3 computed, 1 rows, bound 1)"
+    assert repr(plan) == "Plan(2 sequences, 4 tokens in, 3 computed, 1 row, bound 1)"
     assert repr(plan.rows[0]) == "Row(3 tokens, 2 sequences, 3 segments)"
 
 

@@ -182,12 +182,12 @@ def test_deep_chain_is_packed(row_tokens):
 
 @settings(max_examples=300)
 @given(batches(most=14), ROOM)
-def test_rows_are_never_more_than_those_of_the_published_rule(seed_rule, sequences, room):
+def test_rows_are_never_more_than_those_of_the_published_rule(published_rule, sequences, room):
     row_tokens = max(map(len, sequences)) + room
     distinct = [list(sequence) for sequence in dict.fromkeys(map(tuple, sequences))]
     alone = [s for s in distinct if not any(s != other and s == other[: len(s)] for other in distinct)]
-    paths = seed_rule.walk(alone, [len(s) for s in alone], 1)
-    rows = seed_rule.place(paths, seed_rule.groups_of(paths), row_tokens)
+    paths = published_rule.walk(alone, [len(s) for s in alone], 1)
+    rows = published_rule.place(paths, published_rule.groups_of(paths), row_tokens)
     plan = plan_rows(alone, row_tokens, 1, plan_seconds=0)
     assert (len(plan.rows), plan.packed_tokens) <= (len(rows), sum(row.tokens for row in rows))
 

@@ -159,12 +159,12 @@ def test_negative_token_is_placed():
 
 
 def test_payload_of_another_length_is_refused():
-    with pytest.raises(PayloadError, match="Sequence 1 has 1 values in kind and 2 in input_ids"):
+    with pytest.raises(PayloadError, match="Sequence 1 has 1 value in kind and 2 in input_ids"):
         as_batch({"input_ids": [[1], [2, 3]], "kind": [[0], [0]]})
 
 
 def test_payload_with_a_missing_sequence_is_refused():
-    with pytest.raises(PayloadError, match="kind has 1 sequences, input_ids has 2"):
+    with pytest.raises(PayloadError, match="kind has 1 sequence, input_ids has 2"):
         as_batch({"input_ids": [[1], [2]], "kind": [[0]]})
 
 

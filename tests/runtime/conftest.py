@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -27,6 +28,13 @@ def module_of(file: Path) -> ModuleType:
 def workloads(shared: Path) -> ModuleType:
     """The families of batches."""
     return module_of(shared / "workloads.py")
+
+
+@pytest.fixture(scope="session")
+def airline_rollouts(shared: Path) -> list[np.ndarray]:
+    """The token ids of real rollouts."""
+    data = np.load(shared / "data" / "airline_rollouts.npz")
+    return np.split(data["tokens"], np.cumsum(data["lengths"])[:-1])
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -14,21 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.runtime.batches import chain
+from tests.runtime.batches import ancestors, chain
 from tree_compile import Row, plan_rows
 from tree_compile.runtime import linear_recurrence as linear
 from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
+from tree_compile.runtime.layout import END
 from tree_compile.runtime.row_tree import CHUNK, RowTree, tree_of_segments
 from tree_compile.runtime.selective_scan import selective_scan
 from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 Inputs = dict[str, Tensor]
 HEADS, KEY_HEADS, D, E = 4, 2, 6, 5
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 # Definitions: one sequence, token by token
@@ -371,6 +368,20 @@ def test_state_that_is_read_where_what_is_written_is_added_as_it_is() -> None:
     assert difference(*(list(torch.autograd.grad(loss, given)) for loss in losses)) < 1e-10
 
 
+@pytest.mark.parametrize("name", STATES)
+def test_final_states_are_those_at_the_end_of_every_segment(name: str) -> None:
+    op, definition, make = STATES[name]
+    trunk = [1] * 40
+    sequences = [trunk + [2] * 33, trunk + [3] * 5 + [4] * 64, trunk + [3] * 5 + [5], [6] * 32]
+    (row,) = plan_rows(sequences, min_shared_tokens=1).rows
+    inputs = make(len(row.tokens))
+    _, final = op(**inputs, tree=tree_of(row), output_final_state=True)
+    assert len(final) == len(row.segments) == 6
+    for state, end in zip(final, row.segments[:, END].tolist(), strict=True):
+        path = sorted(ancestors(row.parent, end - 1))
+        assert difference([state], [definition(of_sequence(inputs, torch.tensor(path)))[1]]) < 1e-10
+
+
 MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "heads of a decay": ("gated delta rule", "decay", (1, 50, 2), "decay"),
     "a decay one token short": ("gated delta rule", "decay", (1, 49, HEADS), "decay"),
@@ -491,20 +502,22 @@ def test_padding_is_not_zero_and_takes_no_gradient(name: str) -> None:
         assert not is_per_token(value) or not gradient[0, 41:].any()
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_half_precision_is_computed_in_float32(name: str) -> None:
-    op, _, make = STATES[name]
-    half = {key: value.to(torch.bfloat16) for key, value in make(80).items()}
-    out = op(**half)[0]
-    wanted = op(**{key: value.float() for key, value in half.items()})[0]
-    assert out.dtype == torch.bfloat16
-    assert difference([out.float()], [wanted]) < 1e-2
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
+    op, _, make = OPS[name]
+    half = {key: value.to(dtype) for key, value in make(80).items()}
+    out = first(op(**half))
+    wanted = first(op(**{key: value.float() for key, value in half.items()}))
+    assert torch.equal(out, wanted.to(dtype))
+    assert out.dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(op(**half)[0], out)
+        assert torch.equal(first(op(**half)), out)
 
 
-def test_chain_of_5_000_segments_is_computed() -> None:
-    (row,) = plan_rows(chain(5_000), min_shared_tokens=1).rows
+def test_tree_deeper_than_calls_can_be_is_computed() -> None:
+    depth = sys.getrecursionlimit() + 200
+    (row,) = plan_rows(chain(depth), min_shared_tokens=1).rows
     inputs = delta_inputs(len(row.tokens))
     out, _ = linear.delta_rule(**inputs, tree=tree_of(row))
     path = torch.from_numpy(row.path(int(row.sequence_length.argmax())))

@@ -6,19 +6,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches, row_sizes, tree_of
+from tests.runtime.batches import ROOM, batches, limit, row_sizes, tree_of
 from tree_compile.runtime.constructions import constructions
 from tree_compile.runtime.leaves import leaves_of
 from tree_compile.runtime.options import Budget
 from tree_compile.runtime.reopening import reopen_rows
 
-ROOM = st.integers(0, 8)
 NO_BOUNDS = (0, 0)
 
 
 @given(batches(most=14), ROOM, st.booleans(), st.integers(0, 400))
 def test_reopened_rows_fit_and_are_no_worse(sequences, room, few_tokens, attempts):
-    row_tokens = max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     tree = tree_of(sequences)
     leaves = leaves_of(tree)
     for start in constructions(tree, leaves, row_tokens):

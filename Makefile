@@ -5,8 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 INSTALL_APART := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target
 PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
-# The others are imported by these.
-BENCHMARKS := $(filter-out $(addprefix benchmarks/, exact_rows.py interleaved.py seed_rule.py), $(wildcard benchmarks/*.py))
+BENCHMARKS := $(wildcard benchmarks/*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types bench clean

@@ -2,7 +2,7 @@
 
 Forward and backward, float32, 8 heads of width 64. For each tree: the time of `tree_attention` over the time of
 `scaled_dot_product_attention` on every sequence alone, the ratio that the number of (query, key) pairs allows, and the
-ratio of the two. Medians of interleaved rounds of processor time, which other programs disturb less than wall time.
+ratio of the two. Medians of rounds in turn of processor time, which other programs disturb less than wall time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from interleaved import seconds
+from helpers.timing import seconds_in_turn
 from torch import Tensor
 
 from tree_compile.runtime.attention import tree_attention
@@ -151,7 +151,7 @@ def measure(case: Case, rounds: int, limit: int = 8) -> dict[str, Any]:
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape, generator=generator)
     steps = [shared_step(case, table, inputs, grad), unshared_step(table, inputs, grad, limit)]
-    shared, unshared = map(statistics.median, seconds(steps, rounds))
+    shared, unshared = map(statistics.median, seconds_in_turn(steps, rounds))
     lengths = [sum(end - start for start, end in path) for path in leaf_paths(table)]
     unshared *= sum(n * n for n in lengths) / sum(n * n for n in lengths[:limit])
     ratio, ideal = shared / unshared, pair_ideal(table)

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import exact_rows
 import numpy as np
-import seed_rule
+from helpers import exact_rows, published_rule
 
 from tree_compile.runtime.bounds import packing_bounds
 from tree_compile.runtime.plan import Plan
@@ -60,11 +59,11 @@ def planned(sequences: Sequence[Any], row_tokens: int | None, **options: Any) ->
     return timed(plan)
 
 
-def seed_rows(sequences: Sequence[Any], row_tokens: int) -> tuple[list[seed_rule.Bin], float, float]:
+def published_rows(sequences: Sequence[Any], row_tokens: int) -> tuple[list[published_rule.Bin], float, float]:
     """The rows of the published rule, and the milliseconds of its tree walk and of its packing."""
     plain = [array("i", tokens.astype(np.int32).tobytes()) for tokens in sequences]
-    paths, walk = timed(lambda: seed_rule.walk(plain, [len(s) for s in plain], 64))
-    bins, packing = timed(lambda: seed_rule.place(paths, seed_rule.groups_of(paths), row_tokens))
+    paths, walk = timed(lambda: published_rule.walk(plain, [len(s) for s in plain], 64))
+    bins, packing = timed(lambda: published_rule.place(paths, published_rule.groups_of(paths), row_tokens))
     return bins, walk, packing
 
 
@@ -73,10 +72,10 @@ def published(workloads: Any) -> None:
     sequences, row_tokens = workloads.seed_example()
     own = [2_000] * 16 + [12_000] * 8 + [7_000] * 8
     limits = [len(tokens) - count - 1 for tokens, count in zip(sequences, own, strict=True)]
-    paths = seed_rule.walk(sequences, limits, 64)
-    print("in order  ", [row.tokens for row in seed_rule.place_in_order(paths, row_tokens)])
+    paths = published_rule.walk(sequences, limits, 64)
+    print("in order  ", [row.tokens for row in published_rule.place_in_order(paths, row_tokens)])
     groups = [list(range(first, first + 8)) for first in range(0, 32, 8)]
-    print("global    ", [row.tokens for row in seed_rule.place(paths, groups, row_tokens)])
+    print("global    ", [row.tokens for row in published_rule.place(paths, groups, row_tokens)])
     trainable = [np.arange(len(s)) >= len(s) - count for s, count in zip(sequences, own, strict=True)]
     for share in ("context", "all"):
         plan, _ = planned(sequences, row_tokens, share=share, trainable=trainable if share == "context" else None)
@@ -89,7 +88,7 @@ def speed(workloads: Any) -> None:
     for groups in (12, 48, 192, 768):
         sequences, row_tokens = workloads.curriculum(groups=groups)
         plan, here = planned(sequences, row_tokens)
-        bins, walk, packing = seed_rows(sequences, row_tokens)
+        bins, walk, packing = published_rows(sequences, row_tokens)
         rows = f"{len(plan.rows)} / {len(bins)} / {plan.row_bound}"
         print(f"{groups:6d} {len(sequences):10,d} {here:8.0f} {walk:7.0f} + {packing:5.0f} "
               f"{(walk + packing) / here:6.1f}  {rows:>20s} {len(plan.rows) / plan.row_bound:12.4f}")  # fmt: skip
@@ -120,7 +119,7 @@ def rows(workloads: Any) -> None:
             longer = plan_rows(sequences, row_tokens, plan_seconds=0.3)
             ratios["here"].append(len(plan.rows) / plan.row_bound)
             ratios["longer"].append(len(longer.rows) / plan.row_bound)
-            ratios["rule"].append(len(seed_rows(sequences, row_tokens)[0]) / plan.row_bound)
+            ratios["rule"].append(len(published_rows(sequences, row_tokens)[0]) / plan.row_bound)
             ratios["tokens"].append(plan.packed_tokens / plan.token_bound)
         mean = {key: statistics.mean(values) for key, values in ratios.items()}
         measured = "  ".join(f"{mean[key]:.4f}" for key in ("here", "longer", "rule", "tokens"))
@@ -174,8 +173,8 @@ def fewest_rows(sequences: Sequence[Any], row_tokens: int, known: int) -> tuple[
 def interleaved(workloads: Any) -> None:
     """The bad case of best fit decreasing."""
     sequences, row_tokens = workloads.interleaved_setups()
-    paths = seed_rule.walk(sequences, [len(s) for s in sequences], 1)
-    rule = seed_rule.place(paths, [list(range(len(paths)))], row_tokens)
+    paths = published_rule.walk(sequences, [len(s) for s in sequences], 1)
+    rule = published_rule.place(paths, [list(range(len(paths)))], row_tokens)
     plan, milliseconds = planned(sequences, row_tokens, min_shared_tokens=1)
     print(f"rule {len(rule)} rows, here {len(plan.rows)} in {milliseconds:.0f} ms, bound {plan.row_bound}")
 

@@ -4,7 +4,7 @@
     python benchmarks/recurrence.py speed conv depth   # some of them
     python benchmarks/recurrence.py depth --plot depth.svg
 
-Forward and backward, float32, medians of interleaved rounds of processor time.
+Forward and backward, float32, medians of rounds in turn of processor time.
 
 `speed`: 8,192 packed tokens, 4 heads. `ratio` is the time over the tree by the time of all sequences alone; `tokens` is
 packed tokens by tokens of all sequences, which the ratio should not be above: `over_tokens`, the one by the other, is 1
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from interleaved import seconds
+from helpers.timing import seconds_in_turn
 from torch import Tensor
 
 from tree_compile.runtime.causal_convolution import causal_convolution
@@ -196,7 +196,7 @@ def alone_step(op: Op, inputs: Inputs, row: Row) -> Step:
 
 def medians(steps: list[Step], rounds: int) -> list[float]:
     """Seconds of each."""
-    return [statistics.median(taken) for taken in seconds(steps, rounds)]
+    return [statistics.median(taken) for taken in seconds_in_turn(steps, rounds)]
 
 
 def speed(rounds: int) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
     python benchmarks/training.py            # the rollouts of ../shared/data
     python benchmarks/training.py --rounds 5 --backend inductor
 
-Prints the speed-up beside the ideal, tokens in / tokens computed, as the median of interleaved rounds on one thread;
+Prints the speed-up beside the ideal, tokens in / tokens computed, as the median of rounds in turn on one thread;
 a first round, in which both models compile, is left out.
 The step is forward, next-token loss of every sequence, backward and an AdamW step. Both models keep the memory that
 they free, as under a caching allocator: else the system clears every large tensor's pages anew, which can take as long
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from interleaved import seconds
+from helpers.timing import seconds_in_turn
 from torch import Tensor, nn
 
 from tree_compile import treecompile
@@ -111,7 +111,7 @@ def main() -> None:
     def alone() -> None:
         losses["unpacked"] = unpacked_step(unpacked, sequences, optimizers["unpacked"])
 
-    times = seconds([over_tree, alone], options.rounds, time.perf_counter)
+    times = seconds_in_turn([over_tree, alone], options.rounds, time.perf_counter)
     report(options, plan, dict(zip(("tree", "unpacked"), times, strict=True)), losses)
 
 

@@ -71,23 +71,25 @@ def insert_mixer(
 
 
 def _description(found: Mixer, arguments: dict[str, Any]) -> tuple[str, int]:
-    """What a mixer became, and the bytes of one of its states."""
-    name, itemsize = found.op.__name__, computed_in(arguments[found.like].meta["val"]).itemsize
-    if found.state is None:
-        return f"{name} over the ancestors of every token, one call per pass", 0
+    """What a mixer became, and the bytes of a state for each chunk; 0 where it has none there."""
+    name = found.op.__name__ + _decay(found, arguments)
+    if found.over != "chunks" or found.state is None:
+        return f"{name}{_OVER.get(found.over, '')}, one call per pass", 0
     nodes = {key: arguments[key] for key in found.tokens if key in arguments}
     shape = found.state({key: shape_of(node) for key, node in nodes.items()})
-    state_bytes = math.prod(map(int, shape)) * itemsize
-    name += _decay(found, arguments)
+    state_bytes = math.prod(map(int, shape)) * computed_in(arguments[found.like].meta["val"]).itemsize
     state = f"a state of {' x '.join(map(str, shape))}, {state_bytes:,} bytes"
     if runs_kernels(found, arguments):
         return f"{name} by fla's kernels, one call per depth and pass, with {state}, for each segment", state_bytes
-    return f"{name} in chunks of {CHUNK} tokens, one call per pass, with {state}, for each", state_bytes
+    return f"{name}{_OVER[found.over]}, one call per pass, with {state}, for each", state_bytes
+
+
+_OVER = {"chunks": f" in chunks of {CHUNK} tokens", "ancestors": " over the ancestors of every token"}
 
 
 def _decay(found: Mixer, arguments: Mapping[str, Any]) -> str:
     """The shape of the decay: it says which of the layers the op stands for."""
-    if arguments.get("decay") is None:
+    if "decay" not in found.tokens or arguments.get("decay") is None:
         return ""
     sizes = enumerate(shape_of(arguments["decay"]))
     return f" with decay [{', '.join('T' if dim == found.tokens['decay'] else str(size) for dim, size in sizes)}]"

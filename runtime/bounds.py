@@ -43,6 +43,7 @@ def packing_bounds(tree: PrefixTree, row_tokens: int | None) -> tuple[int, int]:
 
 @numba.njit(cache=True)
 def _bounds(parent, end, length, row_tokens):
+    """Rows that no packing goes below, and tokens: two numbers, those of above the roots."""
     count = len(parent)
     child, sibling = np.full(count + 1, -1, np.int64), np.full(count, -1, np.int64)
     rows, below = np.ones(count + 1, np.int64), np.zeros(count + 1, np.int64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import computed_in, mixer, require_shape
-from tree_compile.runtime.row_tree import RowTree
+from tree_compile.runtime.mixers import computed_in, mixer, require_rank, require_shape
+from tree_compile.runtime.row_tree import RowTree, require_row
 
 __all__ = ["causal_convolution", "token_shift"]
 
 
-@mixer({"values": 1, "weight": None, "bias": None}, "values")
+@mixer({"values": 1, "weight": None, "bias": None}, "values", over="ancestors")
 def causal_convolution(
     values: Tensor, weight: Tensor, bias: Tensor | None = None, tree: RowTree | None = None
 ) -> Tensor:
@@ -27,8 +27,10 @@ def causal_convolution(
         [B, T, D] in the dtype of `values`; sums are kept in float32 at least.
 
     Raises:
-        ValueError: `weight` or `bias` has another shape.
+        ValueError: `weight` or `bias` has another shape; or `values` are not one row, as long as that of `tree`.
     """
+    require_rank("values", values, 3)
+    require_rank("weight", weight, 2)
     require_shape("weight", weight, (values.shape[2], max(weight.shape[-1], 1)))
     require_shape("bias", bias, (values.shape[2],))
     width, dtype = weight.shape[-1], computed_in(values)
@@ -40,11 +42,14 @@ def causal_convolution(
     return (result if bias is None else result + bias).to(values.dtype)
 
 
-@mixer({"values": 1}, "values")
+@mixer({"values": 1}, "values", over="ancestors")
 def token_shift(values: Tensor, tree: RowTree | None = None) -> Tensor:
     """The values [B, T, …] of the token before each token; 0 at the first of a sequence.
 
     With `tree`, B is 1 and T the tokens of a row; without it each of the B is a sequence of its own.
+
+    Raises:
+        ValueError: `values` are not one row, as long as that of `tree`.
     """
     (parent,) = _ancestors(values, 1, tree)
     return _with_zero_row(values).index_select(0, parent).view(values.shape)
@@ -54,6 +59,8 @@ def _ancestors(values: Tensor, count: int, tree: RowTree | None) -> list[Tensor]
     """The `count` tokens before each token, the nearest first: int64 [B * T], B * T where there is none."""
     batch, length = values.shape[:2]
     tokens = batch * length
+    if tree is not None:
+        require_row(tree, "values", values)
     parent = _parents_of_chains(tokens, length, values.device) if tree is None else tree.parent
     nearest = torch.where(parent < 0, tokens, parent)
     beyond = torch.cat([nearest, nearest.new_full((1,), tokens)])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 
-from tree_compile.runtime.leaves import Leaves, depth_first, shared_tokens
+from tree_compile.runtime.leaves import Leaves, collect, depth_first, place_of, shared_with_row
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
@@ -81,14 +81,15 @@ def _tops(parent, common_root):
 def _best_fit_decreasing(order, tokens, minima, row_tokens):
     """Puts leaves in any order into the row that they leave the least room in: the published rule."""
     count = len(order)
-    row_of, used, sizes, rows = np.empty(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64), 0
+    leaf_row, used, sizes, rows = np.empty(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64), 0
     members = np.empty((count, count), np.int64)
     for leaf in order:
         best, best_used, best_place = rows, -1, 0
         for row in range(rows):
-            in_row = members[row, : sizes[row]]
-            place = np.searchsorted(in_row, leaf)
-            after = used[row] + tokens[leaf] - _shared_with_row(minima, in_row, place, leaf)
+            place = place_of(members[row], sizes[row], leaf)
+            before = members[row, place - 1] if place > 0 else -1
+            following = members[row, place] if place < sizes[row] else -1
+            after = used[row] + tokens[leaf] - shared_with_row(minima, before, leaf, leaf, following)
             if after <= row_tokens and after > best_used:
                 best, best_used, best_place = row, after, place
         if best == rows:
@@ -97,15 +98,8 @@ def _best_fit_decreasing(order, tokens, minima, row_tokens):
             members[best, at] = members[best, at - 1]
         members[best, best_place] = leaf
         sizes[best] += 1
-        used[best], row_of[leaf] = best_used, best
-    return row_of
-
-
-@numba.njit(cache=True)
-def _shared_with_row(minima, in_row, place, leaf):
-    """Tokens of a leaf that a row has already: those that it shares with the leaf before or after it in the row."""
-    shared = shared_tokens(minima, in_row[place - 1], leaf) if place > 0 else 0
-    return max(shared, shared_tokens(minima, leaf, in_row[place])) if place < len(in_row) else shared
+        used[best], leaf_row[leaf] = best_used, best
+    return leaf_row
 
 
 @numba.njit(cache=True)
@@ -127,7 +121,7 @@ def _place(order, shared, tokens, least_added, row_tokens, fullest, most_open):
     of all in which it fits. In depth-first order the leaf placed last in a row has more in common with the next leaf
     than any before it, so one number per row, `common`, says how much of a path the row has already.
     """
-    row_of = np.empty(len(order), np.int64)
+    leaf_row = np.empty(len(order), np.int64)
     open_rows = np.empty((3, most_open), np.int64)
     rows, used, common = open_rows
     opened, total = 0, 0
@@ -150,10 +144,10 @@ def _place(order, shared, tokens, least_added, row_tokens, fullest, most_open):
             best, best_added = opened, tokens[leaf]
             rows[best], used[best] = total, 0
             opened, total = opened + 1, total + 1
-        row_of[leaf] = rows[best]
+        leaf_row[leaf] = rows[best]
         used[best] += best_added
         common[best] = tokens[leaf]
-    return row_of
+    return leaf_row
 
 
 @numba.njit(cache=True)
@@ -168,21 +162,20 @@ def _bottom_up(parent, end, leaf_segments, row_tokens, most_open, most_work):
     """Packs the bins of all children of a segment by best fit decreasing, from the leaves to above the roots.
 
     A bin is a part of a row: its load counts the tokens on the paths to its leaves, which are a linked list. The bins
-    of a segment are one too, so that they go up in one step where nothing joins them.
+    of a segment are one too, `beside` each other, so that they go up in one step where nothing joins them.
     """
     count, leaves = len(parent), len(leaf_segments)
-    load, first, last = end[leaf_segments], np.arange(leaves), np.arange(leaves)
-    following, beside = np.full(leaves, -1, np.int64), np.full(leaves, -1, np.int64)
+    bins = np.full((5, leaves), -1, np.int64)
+    load, first, last, following, beside = bins
+    load[:], first[:], last[:] = end[leaf_segments], np.arange(leaves), np.arange(leaves)
     head, tail = np.full(count + 1, -1, np.int64), np.full(count + 1, -1, np.int64)
-    head[leaf_segments], tail[leaf_segments] = first, last
+    head[leaf_segments] = tail[leaf_segments] = first
     items, work = np.empty(leaves, np.int64), np.zeros(1, np.int64)
     for segment in range(count - 1, -2, -1):
         if head[segment] != tail[segment] and work[0] < most_work:
-            found = _collect(head[segment], beside, items)
+            found = items[: collect(head[segment], beside, items, 0)]
             common = end[segment] if segment >= 0 else 0
-            head[segment], tail[segment] = _best_fit(
-                items[:found], load, first, last, following, beside, common, row_tokens, most_open, most_work, work
-            )
+            head[segment], tail[segment] = _best_fit(found, bins, common, row_tokens, most_open, most_work, work)
         if segment >= 0:
             above = parent[segment]
             beside[tail[segment]] = head[above]
@@ -192,21 +185,12 @@ def _bottom_up(parent, end, leaf_segments, row_tokens, most_open, most_work):
 
 
 @numba.njit(cache=True)
-def _collect(item, following, items):
-    """Writes a linked list into `items`; how many there are."""
-    found = 0
-    while item >= 0:
-        items[found] = item
-        found, item = found + 1, following[item]
-    return found
-
-
-@numba.njit(cache=True)
-def _best_fit(items, load, first, last, following, beside, common, row_tokens, most_open, most_work, work):
+def _best_fit(items, bins, common, row_tokens, most_open, most_work, work):
     """Joins bins that have `common` tokens in common, the fullest first, each with the fullest that it fits into.
 
     Returns the first and the last bin of a linked list of those that are left.
     """
+    load, first, last, following, beside = bins
     opened, head, tail = 0, -1, -1
     open_bins = np.empty(most_open, np.int64)
     work[0] += _SORTING_WORK * len(items)
@@ -236,11 +220,12 @@ def _best_fit(items, load, first, last, following, beside, common, row_tokens, m
 
 @numba.njit(cache=True)
 def _numbered(bins, first, following, beside):
-    row_of, row = np.empty(len(first), np.int64), 0
+    """For every leaf its row, counted in the order of the bins: [L]."""
+    leaf_row, row = np.empty(len(first), np.int64), 0
     while bins >= 0:
         leaf = first[bins]
         while leaf >= 0:
-            row_of[leaf] = row
+            leaf_row[leaf] = row
             leaf = following[leaf]
         bins, row = beside[bins], row + 1
-    return row_of
+    return leaf_row

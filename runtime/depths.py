@@ -9,7 +9,7 @@ import numpy as np
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sequences import IntArray
 
-__all__ = ["Depth", "depths_of", "levels"]
+__all__ = ["Depth", "depth_of_each", "depths_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Depth:
         return np.concatenate([np.arange(start, end) for start, end in self.ranges.tolist()])
 
 
-def levels(parents: IntArray) -> list[int]:
+def depth_of_each(parents: IntArray) -> list[int]:
     """How many are above each, from the places of their parents, int64 [n]: before them, or -1."""
     found = [0] * len(parents)
     for place, parent in enumerate(parents.tolist()):
@@ -52,7 +52,7 @@ def depths_of(segments: IntArray) -> list[Depth]:
     Args:
         segments: int64 [S, 5], columns as in `Layout`.
     """
-    depth = levels(segments[:, PARENT])
+    depth = depth_of_each(segments[:, PARENT])
     order = np.argsort(depth, kind="stable")
     cuts = np.cumsum(np.bincount(depth))[:-1]
     found, place = [], np.full(len(segments), -1, np.int64)

@@ -10,9 +10,8 @@ import numpy as np
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["END", "PARENT", "POSITION", "SEGMENT_COLUMNS", "START", "SUBTREE_END", "Layout", "lay_out"]
+__all__ = ["END", "PARENT", "POSITION", "START", "SUBTREE_END", "Layout", "lay_out"]
 
-SEGMENT_COLUMNS = ("start", "end", "subtree_end", "parent", "position")
 START, END, SUBTREE_END, PARENT, POSITION = range(5)
 
 
@@ -21,8 +20,9 @@ class Layout:
     """All rows of a plan, one after the other, as integers: R rows with S segments, and N sequences.
 
     Attributes:
-        segments: int64 [S, 5], columns as in `SEGMENT_COLUMNS`; start, end and subtree_end are indices of tokens in the
-            row, parent is an index among the row's own segments, -1 at a root; position is that of the first token.
+        segments: int64 [S, 5], columns start, end, subtree_end, parent and position. The first three are indices of
+            tokens in the row; parent is an index among the row's own segments, -1 at a root; position is that of the
+            first token.
         source: for each segment a sequence that holds its tokens, int64 [S].
         segment_offsets: the segments of row r are those from `segment_offsets[r]` up to `segment_offsets[r + 1]`,
             int64 [R + 1].
@@ -66,6 +66,7 @@ def _grouped(row: IntArray, rows: int) -> tuple[IntArray, IntArray]:
 
 @numba.njit(cache=True)
 def _lay_out(starts, ends, parents, sources, leaves, leaf_offsets, ends_in, sequence_offsets):
+    """Segments [S, 5], sources [S] and segment offsets [R + 1] of all rows, and the segment of each sequence [N]."""
     count, rows = len(starts), len(leaf_offsets) - 1
     held_in, children = np.full(count, -1, np.int64), np.zeros(count, np.int64)
     place, held = np.zeros(count, np.int64), np.empty(count, np.int64)

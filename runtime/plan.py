@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tree_compile.errors import PlanError
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END, Layout, lay_out
 from tree_compile.runtime.page import plan_page
 from tree_compile.runtime.plan_file import Numbers, not_a_plan, read_plan, write_plan
@@ -159,8 +160,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.sequences:,} sequences, {self.input_tokens:,} tokens in, {self.packed_tokens:,} computed, "
-            f"{len(self.rows):,} rows, bound {self.row_bound:,})"
+            f"Plan({count_of(self.sequences, 'sequence')}, {count_of(self.input_tokens, 'token')} in, "
+            f"{self.packed_tokens:,} computed, {count_of(len(self.rows), 'row')}, bound {self.row_bound:,})"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
-from tree_compile.errors import PayloadError, TokenTypeError
+from tree_compile.runtime.contexts import check_share, shared_at_most
 from tree_compile.runtime.layout import lay_out
-from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.rows import pack_rows
-from tree_compile.runtime.sequences import (
-    MASK_HINT,
-    MASK_WHY,
-    Batch,
-    IntArray,
-    Sequences,
-    TokenSequence,
-    as_batch,
-    as_mask,
-)
+from tree_compile.runtime.sequences import Sequences, TokenSequence, as_batch
 from tree_compile.runtime.tree import build_prefix_tree
 
 __all__ = ["plan_rows", "warm_up"]
-
-_SHARES = ("all", "context")
 
 
 def plan_rows(
@@ -64,46 +52,12 @@ def plan_rows(
         ValueError: an option has no meaning.
     """
     options = check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
-    _check_share(share, trainable)
+    check_share(share, trainable)
     batch = as_batch(sequences)
-    limits = None if trainable is None else _limits(batch, trainable)
+    limits = None if trainable is None else shared_at_most(batch, trainable)
     tree = build_prefix_tree(batch, options.min_shared_tokens, limits)
     leaf_row, bounds = pack_rows(tree, options.row_tokens, options.objective, options.budget)
     return Plan(batch, tree, lay_out(tree, leaf_row), options.row_tokens, options.pad_rows, *bounds)
-
-
-def _check_share(share: str, trainable: object) -> None:
-    check_choice("share", share, _SHARES)
-    if share == "context" and trainable is None:
-        raise ValueError('trainable is None; it must be one value per token where share is "context"')
-    if share == "all" and trainable is not None:
-        raise ValueError('share is "all"; it must be "context" where trainable is given')
-
-
-def _limits(batch: Batch, trainable: Any) -> IntArray:
-    """Tokens that others may share: those before the one that predicts the first trainable token."""
-    masks = _masks(trainable)
-    if len(masks) != len(batch):
-        raise _misfit(f"trainable is for {len(masks)} sequences, and the batch has {len(batch)}.")
-    for i, (mask, length) in enumerate(zip(masks, batch.lengths.tolist(), strict=True)):
-        if mask.shape != (length,):
-            raise _misfit(f"trainable does not fit sequence {i}: it is of shape {mask.shape}, not {(length,)}.")
-    first = [int(mask.argmax()) if mask.any() else len(mask) + 1 for mask in masks]
-    return np.maximum(np.array(first) - 1, 0)
-
-
-def _masks(trainable: Any) -> list[np.ndarray]:
-    if not isinstance(trainable, Iterable) or isinstance(trainable, str | bytes):
-        raise TokenTypeError(
-            f"trainable is a {type(trainable).__name__}, not a list of one list per sequence.",
-            why=MASK_WHY,
-            hint=MASK_HINT,
-        )
-    return [as_mask(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
-
-
-def _misfit(what: str) -> PayloadError:
-    return PayloadError(what, why="trainable has one value for every token of every sequence.", hint=MASK_HINT)
 
 
 def warm_up() -> None:

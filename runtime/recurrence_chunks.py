@@ -47,23 +47,23 @@ class _Pieces(NamedTuple):
         return _pair_products(left, self.key, self.decay, self.total)
 
 
-def by_chunks(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
+def by_chunks(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
     """Outputs [1, T, H, E] and, where asked for, the states after every segment [S, H, D, E]."""
-    pieces = _pieces(inputs, row, options)
+    pieces = _pieces(inputs, tree, options)
     attend = pieces.pair_products(pieces.query) * (pieces.query_factor * pieces.key_factor.mT)
     maps, initial = _chunk_maps(pieces), options.initial_state
-    start = None if initial is None else by_first_chunk(initial.to(pieces.value.dtype), row)
-    states, written = starting_states(maps, row.chunk_parent, start)
+    start = None if initial is None else by_first_chunk(initial.to(pieces.value.dtype), tree)
+    states, written = starting_states(maps, tree.chunk_parent, start)
     asked = pieces.query * (pieces.query_factor * _factor(pieces.total, pieces.query))
-    out = in_row(asked @ states + attend @ written, row, batch=1)
-    return out, final_states(maps, states, written)[last_chunks(row)] if options.output_final_state else None
+    out = in_row(asked @ states + attend @ written, tree, batch=1)
+    return out, final_states(maps, states, written)[last_chunks(tree)] if options.output_final_state else None
 
 
-def _pieces(inputs: LinearInputs, row: RowTree, options: LinearOptions) -> _Pieces:
+def _pieces(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> _Pieces:
     dtype, heads = computed_in(inputs.value), inputs.value.shape[2]
 
     def by_chunk(values: Tensor) -> Tensor:
-        return _for_heads(in_chunks(values.to(dtype), row), heads)
+        return _for_heads(in_chunks(values.to(dtype), tree), heads)
 
     query, key = by_chunk(inputs.query), by_chunk(inputs.key)
     decay = by_chunk(inputs.decay).clamp(min=_LEAST_DECAY[dtype])

@@ -7,7 +7,6 @@ depend on the tree is the kernels' own.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import re
 from functools import cache, partial
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.runtime.depths import Depth, depths_of
+from tree_compile.runtime.hopper import is_hopper
 from tree_compile.runtime.layout import END
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.row_tree import RowTree
@@ -27,19 +27,25 @@ __all__ = ["by_kernels", "kernels_can"]
 
 def kernels_can(key: Tensor, value: Tensor) -> bool:
     """Whether the kernels are installed and take these tensors: on CUDA, not in float64, keys at most 256 wide."""
-    return value.device.type == "cuda" and value.dtype != torch.float64 and key.shape[-1] <= _WIDEST and _work_here()
+    return (
+        value.device.type == "cuda"
+        and value.dtype != torch.float64
+        and key.shape[-1] <= _WIDEST
+        and _work_here(value.device)
+    )
 
 
 _WIDEST = 256
 
 
 @cache
-def _work_here() -> bool:
+def _work_here(device: torch.device) -> bool:
     """Whether the kernels are installed; on Hopper those of some versions of triton are wrong, and need tilelang."""
     if not all(importlib.util.find_spec(package) is not None for package in ("fla", "triton")):
         return False
-    version = [int(number) for number in re.findall(r"\d+", importlib.metadata.version("triton"))[:3]]
-    is_wrong = torch.cuda.get_device_capability()[0] == 9 and [3, 4, 0] <= version < [3, 7, 1]
+    # The module's own version: what it was installed as may be pytorch-triton or pytorch-triton-rocm.
+    version = [int(number) for number in re.findall(r"\d+", importlib.import_module("triton").__version__)[:3]]
+    is_wrong = is_hopper(device) and [3, 4, 0] <= version < [3, 7, 1]
     return not is_wrong or importlib.util.find_spec("tilelang") is not None
 
 
@@ -62,10 +68,24 @@ def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> t
             part, scale=options.scale, normalize=options.normalize, initial_state=before,
             cu_seqlens=offsets.to(device, non_blocking=True), cu_seqlens_cpu=offsets,
         )  # fmt: skip
-        done.append(out)
-        states.append(ends)
+        done.append(_once_differentiable(out))
+        states.append(_once_differentiable(ends))
     whole = torch.zeros_like(inputs.value).index_copy(1, order, torch.cat(done, 1).to(inputs.value.dtype))
     return whole, _in_row_order(states, depths) if options.output_final_state else None
+
+
+def _once_differentiable(result: Tensor) -> Tensor:
+    """A result of a kernel, through which a second derivative is an error: the kernels' own would be silently wrong."""
+    if result.requires_grad:
+        result.register_hook(_refuse_second_derivatives)
+    return result
+
+
+def _refuse_second_derivatives(_grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward pass under create_graph=True alone
+        raise RuntimeError(
+            "a layer that fla's kernels compute has first derivatives only; call it without create_graph"
+        )
 
 
 def _in_row_order(states: list[Tensor], depths: list[Depth]) -> Tensor:

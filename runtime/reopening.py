@@ -8,7 +8,7 @@ import time
 import numba
 import numpy as np
 
-from tree_compile.runtime.leaves import Leaves, row_lists, shared_tokens
+from tree_compile.runtime.leaves import Leaves, collect, place_of, row_lists, shared_tokens, shared_with_row
 from tree_compile.runtime.options import Budget
 from tree_compile.runtime.sequences import IntArray
 
@@ -18,6 +18,7 @@ _MOST_REOPENED = 4
 _NEAR = 16
 """How far in depth-first order a leaf may be for its row to be reopened together with another's."""
 _SAME = 1e-9
+"""What two scores may differ by and count as equal: in rows of 131,072 tokens, less even by a few tokens is equal."""
 _MANY = 20
 """Of so many rows the emptiest is taken where a nearly empty one is wanted."""
 _MOST_PER_LOOK = 200
@@ -29,7 +30,7 @@ _LEAST_PATIENCE = 5_000
 
 
 def reopen_rows(
-    leaves: Leaves, row_of: IntArray, row_tokens: int, budget: Budget, few_tokens: bool, bounds: tuple[int, int]
+    leaves: Leaves, leaf_row: IntArray, row_tokens: int, budget: Budget, few_tokens: bool, bounds: tuple[int, int]
 ) -> IntArray:
     """Improves a packing until the budget is spent or nothing is left to gain: a new packing, int64 [L].
 
@@ -39,7 +40,7 @@ def reopen_rows(
 
     Args:
         leaves: the leaves of the tree.
-        row_of: the row of every leaf, int64 [L].
+        leaf_row: the row of every leaf, int64 [L].
         row_tokens: the greatest number of tokens in a row, at least the longest sequence.
         budget: when to stop.
         few_tokens: score by the tokens of all rows, then by the sum of their squares, which is least in even rows; else
@@ -47,7 +48,7 @@ def reopen_rows(
             empty and can go.
         bounds: rows and tokens that no packing goes below.
     """
-    state = _Rows(leaves, row_of, row_tokens)
+    state = _Rows(leaves, leaf_row, row_tokens)
     random = np.array([0x9E3779B97F4A7C15], np.uint64)
     attempts, until = budget.attempts, time.perf_counter() + budget.seconds
     done, last_gain, patience = 0, 0, _LEAST_PATIENCE + _PATIENCE * len(leaves)
@@ -62,18 +63,18 @@ def reopen_rows(
         last_gain = done if state.attempt(count, random, few_tokens) else last_gain
         is_quick = time.perf_counter() - began < _LOOK_SECONDS
         count = min(2 * count, _MOST_PER_LOOK) if is_quick else max(1, count // 2)
-    return state.row_of
+    return state.leaf_row
 
 
 class _Rows:
     """A packing while it is improved: the leaves of each row as an ascending linked list."""
 
-    def __init__(self, leaves: Leaves, row_of: IntArray, row_tokens: int) -> None:
+    def __init__(self, leaves: Leaves, leaf_row: IntArray, row_tokens: int) -> None:
         self.leaves = leaves
         self.row_tokens = row_tokens
-        self.row_of = row_of.copy()
-        self.rows = int(row_of.max()) + 1
-        self.lists = row_lists(self.row_of, leaves.tokens, leaves.minima)
+        self.leaf_row = leaf_row.copy()
+        self.rows = int(leaf_row.max()) + 1
+        self.lists = row_lists(self.leaf_row, leaves.tokens, leaves.minima)
 
     def is_best(self, bounds: tuple[int, int]) -> bool:
         """Whether neither rows nor tokens can get fewer."""
@@ -82,9 +83,8 @@ class _Rows:
 
     def attempt(self, count: int, random: np.ndarray, few_tokens: bool) -> bool:
         """Makes `count` attempts; whether the score rose."""
-        first, used, following = self.lists
         self.rows, gained = _attempts(
-            self.leaves.tokens, self.leaves.minima, self.row_tokens, self.row_of, first, used, following, self.rows,
+            self.leaves.tokens, self.leaves.minima, self.row_tokens, self.leaf_row, self.lists, self.rows,
             count, random, few_tokens,
         )  # fmt: skip
         return bool(gained > 0)
@@ -102,30 +102,22 @@ def _below(random, limit):
 
 
 @numba.njit(cache=True)
-def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, count, random, few_tokens):
+def _attempts(tokens, minima, row_tokens, leaf_row, lists, rows, count, random, few_tokens):
+    """Makes `count` attempts; how many rows there are then, and by how much the score rose in all."""
     leaves = len(tokens)
-    chosen, sizes = np.empty(_MOST_REOPENED, np.int64), np.empty(_MOST_REOPENED, np.int64)
-    room, members = np.empty(_MOST_REOPENED, np.int64), np.empty((_MOST_REOPENED, leaves), np.int64)
-    taken, pieces = np.empty(leaves, np.int64), np.empty((2, 2 * leaves + 2), np.int64)
-    shared, sums = np.empty(leaves, np.int64), np.empty(leaves, np.int64)
-    gained = 0.0
+    chosen, room = np.empty(_MOST_REOPENED, np.int64), np.empty(_MOST_REOPENED, np.int64)
+    sizes, members = np.empty(_MOST_REOPENED, np.int64), np.empty((_MOST_REOPENED, leaves), np.int64)
+    taken, pieces = np.empty((3, leaves), np.int64), np.empty((2, 2 * leaves + 2), np.int64)
+    packed, gained = (members, sizes, room), 0.0
     for _ in range(count):
         if rows < 2:
             break
-        reopened = _choose(chosen, row_of, used, rows, random)
-        # One more row may save copies of what is shared.
-        spare = few_tokens and rows < leaves and reopened < len(chosen) and _below(random, 4) == 0
-        if spare:
-            chosen[reopened], first[rows], used[rows] = rows, -1, 0
-            reopened += 1
-        before = 0.0
+        reopened, spare = _choose(chosen, leaf_row, lists, rows, random, few_tokens)
+        lot, before = _lot(chosen[:reopened], lists, tokens, minima, taken), 0.0
         for row in chosen[:reopened]:
-            before += _score(used[row], row_tokens, few_tokens)
-        lot = taken[: _take(chosen[:reopened], first, following, taken)]
-        lot.sort()
-        _measure(lot, tokens, minima, shared, sums)
+            before += _score(lists[1][row], row_tokens, few_tokens)
         room[:reopened], sizes[:reopened] = row_tokens, 0
-        if not _pack(lot, shared[: len(lot)], sums, tokens, minima, members, sizes, room, reopened, pieces, random):
+        if not _pack(lot, tokens, minima, packed, reopened, pieces, random):
             continue
         after = 0.0
         for left in room[:reopened]:
@@ -133,22 +125,28 @@ def _attempts(tokens, minima, row_tokens, row_of, first, used, following, rows, 
         if after >= before - _SAME:
             gained += max(0.0, after - before - _SAME)
             for at in range(reopened):
-                _write(chosen[at], lot, members[at, : sizes[at]], row_of, first, following)
-                used[chosen[at]] = row_tokens - room[at]
-            rows = _without_empty(first, used, following, row_of, rows + spare)
+                _write(chosen[at], lot[0], members[at, : sizes[at]], row_tokens - room[at], leaf_row, lists)
+            rows = _without_empty(lists, leaf_row, rows + spare)
     return rows, gained
 
 
 @numba.njit(cache=True)
-def _take(chosen, first, following, taken):
-    """Writes the leaves of the chosen rows into `taken`; how many there are."""
+def _lot(chosen, lists, tokens, minima, taken):
+    """The leaves of the chosen rows, ascending; what each shares with the one before it; the tokens of all up to it.
+
+    Those are the tokens as a tree. All three are written into the rows of `taken`.
+    """
+    first, _, following = lists
     found = 0
     for row in chosen:
-        leaf = first[row]
-        while leaf >= 0:
-            taken[found] = leaf
-            found, leaf = found + 1, following[leaf]
-    return found
+        found = collect(first[row], following, taken[0], found)
+    leaves, shared, sums = taken[0, :found], taken[1, :found], taken[2, :found]
+    leaves.sort()
+    shared[0], sums[0] = 0, tokens[leaves[0]]
+    for at in range(1, found):
+        shared[at] = shared_tokens(minima, leaves[at - 1], leaves[at])
+        sums[at] = sums[at - 1] + tokens[leaves[at]] - shared[at]
+    return leaves, shared, sums
 
 
 @numba.njit(cache=True)
@@ -162,11 +160,15 @@ def _score(used, row_tokens, few_tokens):
 
 
 @numba.njit(cache=True)
-def _choose(chosen, row_of, used, rows, random):
-    """A random row, and one to three others: neighbours in the tree, nearly empty ones, or any."""
+def _choose(chosen, leaf_row, lists, rows, random, few_tokens):
+    """A random row, and one to three others: neighbours in the tree, nearly empty ones, or any.
+
+    How many there are, and whether one more is among them that is empty, row `rows`.
+    """
+    first, used, _ = lists
     wanted = min(rows, 2 + _below(random, len(chosen) - 1))
-    leaf = _below(random, len(row_of))
-    chosen[0] = row_of[leaf]
+    leaf = _below(random, len(leaf_row))
+    chosen[0] = leaf_row[leaf]
     found, may_be_near = 1, _below(random, 3) > 0
     for _ in range(50):
         if found == wanted:
@@ -174,7 +176,7 @@ def _choose(chosen, row_of, used, rows, random):
         kind = _below(random, 4)
         row = _below(random, rows)
         if kind < 2 and may_be_near:
-            row = row_of[min(max(0, leaf + _below(random, 2 * _NEAR + 1) - _NEAR), len(row_of) - 1)]
+            row = leaf_row[min(max(0, leaf + _below(random, 2 * _NEAR + 1) - _NEAR), len(leaf_row) - 1)]
         elif kind == 2:
             for _ in range(_MANY):
                 other = _below(random, rows)
@@ -182,36 +184,32 @@ def _choose(chosen, row_of, used, rows, random):
         if not np.any(chosen[:found] == row):
             chosen[found] = row
             found += 1
-    return found
+    # One more row may save copies of what is shared.
+    spare = few_tokens and rows < len(leaf_row) and found < len(chosen) and _below(random, 4) == 0
+    if spare:
+        chosen[found], first[rows], used[rows] = rows, -1, 0
+    return found + spare, spare
 
 
 @numba.njit(cache=True)
-def _measure(lot, tokens, minima, shared, sums):
-    """For each of the leaves `lot` what it shares with the one before, and the tokens of all up to it as a tree."""
-    shared[0], sums[0] = 0, tokens[lot[0]]
-    for at in range(1, len(lot)):
-        shared[at] = shared_tokens(minima, lot[at - 1], lot[at])
-        sums[at] = sums[at - 1] + tokens[lot[at]] - shared[at]
+def _weight(leaves, begin, end, sums, tokens):
+    """Tokens of leaves[begin:end] as a tree of their own."""
+    return tokens[leaves[begin]] + sums[end - 1] - sums[begin]
 
 
 @numba.njit(cache=True)
-def _weight(lot, begin, end, sums, tokens):
-    """Tokens of the leaves lot[begin:end] as a tree of their own."""
-    return tokens[lot[begin]] + sums[end - 1] - sums[begin]
-
-
-@numba.njit(cache=True)
-def _pack(lot, shared, sums, tokens, minima, members, sizes, room, rows, pieces, random):
-    """Packs the leaves `lot` into `rows` rows; False where they do not fit in this way."""
-    begins, ends, keys = _cut(lot, shared, sums, tokens, random)
+def _pack(lot, tokens, minima, packed, rows, pieces, random):
+    """Packs the leaves of a lot into `rows` rows, `packed`; False where they do not fit in this way."""
+    leaves, shared, sums = lot
+    begins, ends, keys = _cut(leaves, shared, sums, tokens, random)
     fit = _below(random, 4)
     for block in np.argsort(keys):
         pieces[0, 0], pieces[1, 0], waiting = begins[block], ends[block], 1
         while waiting:
             waiting -= 1
             begin, end = pieces[0, waiting], pieces[1, waiting]
-            weight = _weight(lot, begin, end, sums, tokens)
-            if _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
+            weight = _weight(leaves, begin, end, sums, tokens)
+            if _insert(leaves, begin, end, weight, minima, packed, rows, fit):
                 continue
             if end - begin == 1:
                 return False
@@ -223,19 +221,19 @@ def _pack(lot, shared, sums, tokens, minima, members, sizes, room, rows, pieces,
 
 
 @numba.njit(cache=True)
-def _cut(lot, shared, sums, tokens, random):
+def _cut(leaves, shared, sums, tokens, random):
     """The leaves as subtrees: cut wherever neighbours share no more than a random pair of them does.
 
     Each with a key to order them by: random, or the greatest first, strictly or about.
     """
-    count, style = len(lot), _below(random, 3)
+    count, style = len(leaves), _below(random, 3)
     limit = shared[1 + _below(random, count - 1)] if count > 1 else 0
     begins, ends, keys = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     blocks, begin = 0, 0
     for at in range(1, count + 1):
         if at == count or shared[at] <= limit:
             begins[blocks], ends[blocks] = begin, at
-            weight = _weight(lot, begin, at, sums, tokens) if style else 1
+            weight = _weight(leaves, begin, at, sums, tokens) if style else 1
             keys[blocks] = -weight * (7_000 + _below(random, 6_001) if style < 2 else 1)
             blocks, begin = blocks + 1, at
     return begins[:blocks], ends[:blocks], keys[:blocks]
@@ -257,20 +255,18 @@ def _branch(shared, begin, end, random):
 
 
 @numba.njit(cache=True)
-def _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
-    """Puts a subtree into a row; False where there is no room.
+def _insert(leaves, begin, end, weight, minima, packed, rows, fit):
+    """Puts the subtree of leaves[begin:end] into a row; False where there is no room.
 
     `fit` 0: into the fullest row; 1: into the first; else where it adds the fewest tokens, then into the fullest.
     """
+    members, sizes, room = packed
     best, best_added, best_left, best_place = -1, 0, 0, 0
     for row in range(rows):
-        place = _place_of(members[row], sizes[row], begin)
-        shared = 0
-        if place > 0:
-            shared = shared_tokens(minima, lot[members[row, place - 1]], lot[begin])
-        if place < sizes[row]:
-            shared = max(shared, shared_tokens(minima, lot[end - 1], lot[members[row, place]]))
-        added = weight - shared
+        place = place_of(members[row], sizes[row], begin)
+        before = leaves[members[row, place - 1]] if place > 0 else -1
+        after = leaves[members[row, place]] if place < sizes[row] else -1
+        added = weight - shared_with_row(minima, before, leaves[begin], leaves[end - 1], after)
         left = room[row] - added
         if left < 0:
             continue
@@ -283,36 +279,30 @@ def _insert(lot, begin, end, weight, minima, members, sizes, room, rows, fit):
             best, best_added, best_left, best_place = row, added, left, place
     if best < 0:
         return False
-    more = end - begin
-    for at in range(sizes[best] - 1, best_place - 1, -1):
-        members[best, at + more] = members[best, at]
-    for at in range(more):
-        members[best, best_place + at] = begin + at
-    sizes[best] += more
+    _put(members[best], sizes[best], best_place, begin, end)
+    sizes[best] += end - begin
     room[best] = best_left
     return True
 
 
 @numba.njit(cache=True)
-def _place_of(members, size, member):
-    """Where a leaf of the lot comes among ascending ones."""
-    low, high = 0, size
-    while low < high:
-        middle = (low + high) // 2
-        if members[middle] < member:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _put(members, size, place, begin, end):
+    """Moves members from `place` on up, and writes the numbers from `begin` to `end` there."""
+    more = end - begin
+    for at in range(size - 1, place - 1, -1):
+        members[at + more] = members[at]
+    for at in range(more):
+        members[place + at] = begin + at
 
 
 @numba.njit(cache=True)
-def _write(row, lot, members, row_of, first, following):
-    """Gives a row the leaves lot[members]."""
-    first[row], before = -1, -1
+def _write(row, leaves, members, tokens, leaf_row, lists):
+    """Gives a row leaves[members], which have `tokens` tokens."""
+    first, used, following = lists
+    first[row], used[row], before = -1, tokens, -1
     for member in members:
-        leaf = lot[member]
-        row_of[leaf], following[leaf] = row, -1
+        leaf = leaves[member]
+        leaf_row[leaf], following[leaf] = row, -1
         if before < 0:
             first[row] = leaf
         else:
@@ -321,8 +311,9 @@ def _write(row, lot, members, row_of, first, following):
 
 
 @numba.njit(cache=True)
-def _without_empty(first, used, following, row_of, rows):
+def _without_empty(lists, leaf_row, rows):
     """Moves the last rows into the place of those without leaves; how many rows are left."""
+    first, used, following = lists
     row = 0
     while row < rows:
         if first[row] >= 0:
@@ -331,5 +322,5 @@ def _without_empty(first, used, following, row_of, rows):
         rows -= 1
         first[row], used[row], leaf = first[rows], used[rows], first[rows]
         while leaf >= 0 and row < rows:
-            row_of[leaf], leaf = row, following[leaf]
+            leaf_row[leaf], leaf = row, following[leaf]
     return rows

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tree_compile.errors import PlanError
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END
 from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
 
@@ -150,7 +151,8 @@ class Row:
         return self._padded(np.concatenate(parts, dtype=np.int64), 0)
 
     def __repr__(self) -> str:
-        return f"Row({self.length:,} tokens, {len(self.sequence_ids):,} sequences, {len(self.segments):,} segments)"
+        counts = ((self.length, "token"), (len(self.sequence_ids), "sequence"), (len(self.segments), "segment"))
+        return f"Row({', '.join(count_of(*count) for count in counts)})"
 
     def __getstate__(self) -> dict[str, Any]:
         """A row is sent with its own tokens and without the other sequences of the batch."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import levels
+from tree_compile.runtime.depths import depth_of_each
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.regroup import regroup
 from tree_compile.runtime.sequences import IntArray
@@ -20,6 +20,7 @@ __all__ = [
     "in_chunks",
     "in_row",
     "last_chunks",
+    "require_row",
     "row_or_chains",
     "tree_of_chains",
     "tree_of_segments",
@@ -62,7 +63,7 @@ def tree_of_segments(segments: IntArray, parent: IntArray, least: int = 1) -> Ro
     Args:
         segments: int64 [S, 5], columns as in `Layout`.
         parent: int64 [T], as in `Row`.
-        least: smallest size of every array; sequences of 1 need one of 2, for which compiled code is made.
+        least: smallest size of every array: compiled code wants 2 or more, so a row of one token is padded.
     """
     length = segments[:, END] - segments[:, START]
     count = -(-length // CHUNK)
@@ -104,16 +105,28 @@ def row_or_chains(tree: RowTree | None, name: str, values: Tensor) -> RowTree:
         values: [B, T, …].
 
     Raises:
-        ValueError: there are no tokens, or a batch of rows.
+        ValueError: there are no tokens, a batch of rows, or another number of tokens than in the tree.
     """
     batch, length = values.shape[:2]
     if batch * length == 0:
         raise ValueError(f"no tokens: {name} is {tuple(values.shape)}")
     if tree is None:
         return tree_of_chains(batch, length, values.device)
+    require_row(tree, name, values)
+    return tree
+
+
+def require_row(tree: RowTree, name: str, values: Tensor) -> None:
+    """Refuses values [B, T, …] that are not one row, or not as long as that of the tree.
+
+    Raises:
+        ValueError: they are not.
+    """
+    batch, length = values.shape[:2]
     if batch != 1:
         raise ValueError(f"a batch of {batch} over one tree; {name} must be one row, [1, T, …]")
-    return tree
+    if length != len(tree.parent):
+        raise ValueError(f"{name} has {length} tokens, and the row of the tree {len(tree.parent)}")
 
 
 def in_chunks(values: Tensor, tree: RowTree) -> Tensor:
@@ -185,7 +198,7 @@ def _by_level(above: IntArray) -> tuple[IntArray, IntArray]:
     """The order of chunks by level, and for each in that order the place of the one above it."""
     is_last = np.ones(len(above), np.int64)
     is_last[above[above >= 0]] = 0
-    order = np.lexsort((is_last, np.array(levels(above))))
+    order = np.lexsort((is_last, np.array(depth_of_each(above))))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     return order, np.where(above[order] < 0, -1, place[above[order]])

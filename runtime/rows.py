@@ -50,14 +50,14 @@ def pack_rows(
 
 
 def _cost(leaves: Leaves, few_tokens: bool) -> Callable[[IntArray], tuple[int, int]]:
-    def cost(row_of: IntArray) -> tuple[int, int]:
-        used = row_lists(row_of, leaves.tokens, leaves.minima)[1]
-        rows, tokens = int(row_of.max()) + 1, int(used.sum())
+    def cost(leaf_row: IntArray) -> tuple[int, int]:
+        used = row_lists(leaf_row, leaves.tokens, leaves.minima)[1]
+        rows, tokens = int(leaf_row.max()) + 1, int(used.sum())
         return (tokens, int((used * used).sum())) if few_tokens else (rows, tokens)
 
     return cost
 
 
-def _by_first_leaf(row_of: IntArray) -> IntArray:
-    _, first = np.unique(row_of, return_index=True)
-    return np.argsort(np.argsort(first))[row_of]
+def _by_first_leaf(leaf_row: IntArray) -> IntArray:
+    _, first = np.unique(leaf_row, return_index=True)
+    return np.argsort(np.argsort(first))[leaf_row]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.mixers import computed_in, mixer, require_shape
+from tree_compile.runtime.mixers import computed_in, mixer, require_rank, require_shape
 from tree_compile.runtime.row_tree import (
     CHUNK,
     RowTree,
@@ -28,7 +28,9 @@ def _state(shapes: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
     return shapes["rate"][0], shapes["rate"][1]
 
 
-@mixer({"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state)
+@mixer(
+    {"values": 1, "step": 1, "rate": None, "write": 1, "read": 1, "skip": None}, "values", state=_state, over="chunks"
+)
 def selective_scan(
     values: Tensor,
     step: Tensor,
@@ -59,32 +61,35 @@ def selective_scan(
 
     Returns:
         [B, T, D] in the dtype of `values`; and, where asked for, the states after the last token of each sequence,
-        [B, D, N], or those after every segment, [S, D, N], with `tree`.
+        [B, D, N], or those after every segment, [S, D, N], with `tree`; they are float64 where `values` are,
+        and float32 elsewhere.
 
     Raises:
         ValueError: there are no tokens, or a tensor has another shape; `initial_state` has not one state for each root;
-            or `tree` is given and B is not 1.
+            or `tree` is given, and B is not 1 or T another number than in the tree.
     """
-    row, dtype = row_or_chains(tree, "values", values), computed_in(values)
+    require_rank("values", values, 3)
+    require_rank("rate", rate, 2)
+    forest, dtype = row_or_chains(tree, "values", values), computed_in(values)
     _require_shapes(values, step, rate, write, read, skip, initial_state)
     wide, step = values.to(dtype), step.to(dtype)
 
     def by_chunk(values: Tensor) -> Tensor:
-        return in_chunks(values[:, :, None].to(dtype), row)[:, 0]
+        return in_chunks(values[:, :, None].to(dtype), forest)[:, 0]
 
     decay = by_chunk(step)[..., None] * rate.to(dtype)
     written = by_chunk(wide * step)[..., None] * by_chunk(write)[:, :, None]
     own, total = _states_of_own(decay.exp(), written), decay.cumsum(1).exp()
     maps = ChunkMaps(total[:, -1, ..., None], own[:, -1, ..., None])
-    start = None if initial_state is None else by_first_chunk(initial_state.to(dtype), row)[..., None]
-    states, new = starting_states(maps, row.chunk_parent, start)
+    start = None if initial_state is None else by_first_chunk(initial_state.to(dtype), forest)[..., None]
+    states, new = starting_states(maps, forest.chunk_parent, start)
     reached = own + total * states[:, None, ..., 0]
-    out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], row, len(values))[:, :, 0]
+    out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], forest, len(values))[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
     out = with_values_on_padding(out, values, tree)
     if not output_final_state:
         return out, None
-    return out, final_states(maps, states, new)[last_chunks(row), ..., 0]
+    return out, final_states(maps, states, new)[last_chunks(forest), ..., 0]
 
 
 def _require_shapes(

@@ -17,18 +17,20 @@ from tree_compile.errors import (
     TokenRangeError,
     TokenTypeError,
 )
+from tree_compile.runtime.counts import count_of
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "TOKENS",
     "Batch",
     "IntArray",
     "Sequences",
     "TokenArray",
     "TokenSequence",
+    "as_array",
     "as_batch",
-    "as_mask",
     "check_fits",
     "input_names",
 ]
@@ -38,6 +40,8 @@ TokenArray: TypeAlias = NDArray[np.integer[Any]]
 TokenSequence: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
 Sequences: TypeAlias = "Sequence[TokenSequence] | Mapping[str, Sequence[TokenSequence]] | Batch"
 
+TOKENS = "input_ids"
+"""The name of the input that holds the tokens."""
 _LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each."
 _TEXT_HINT = "turn texts into token ids with the model's tokenizer first: tokenizer(text)['input_ids']."
 _DICT_HINT = "pass one dict of lists: {'input_ids': [sequence, …], 'a_payload': [values, …]}."
@@ -47,8 +51,6 @@ _PADDED_HINT = (
 )
 _EMPTY_WHY = "there is nothing to compute."
 _TYPE_WHY = "token ids and payloads are whole numbers, one list of them per sequence."
-MASK_WHY = "it says of each token whether it is trained on."
-MASK_HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +84,13 @@ class Batch:
         return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()})
 
 
-def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) -> Batch:
+def as_batch(inputs: Sequences, first: int = 0) -> Batch:
     """Checks the sequences of a call.
 
     Args:
         inputs: a list of sequences, each a list of ints, a 1-D integer array or a 1-D integer tensor on any
-            device; or a dict of such lists, where the entry `tokens_name` (the first one where that name is
-            missing) holds the tokens and the others one integer per token. A `Batch` is returned as it is.
-        tokens_name: the name of the tokens where a plain list is given.
+            device; or a dict of such lists, where the entry "input_ids" (the first one where that name is missing)
+            holds the tokens and the others one integer per token. A `Batch` is returned as it is.
         first: the number that errors give to the first sequence.
 
     Raises:
@@ -100,7 +101,7 @@ def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) 
     """
     if isinstance(inputs, Batch):
         return inputs
-    named = _tokens_first(inputs, tokens_name) if isinstance(inputs, Mapping) else {tokens_name: inputs}
+    named = _tokens_first(inputs) if isinstance(inputs, Mapping) else {TOKENS: inputs}
     batch = Batch({name: _sequence_list(values, name, first) for name, values in named.items()})
     for name in batch.inputs:
         _check_aligned(batch, name, first)
@@ -108,29 +109,36 @@ def as_batch(inputs: Sequences, tokens_name: str = "input_ids", first: int = 0) 
     return batch
 
 
-def input_names(inputs: Mapping[str, Any], tokens_name: str = "input_ids") -> tuple[str, ...]:
+def input_names(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a dict of inputs as `as_batch` orders them: that of the tokens comes first."""
-    return tuple(sorted(inputs, key=lambda name: name != tokens_name))
+    return tuple(sorted(inputs, key=lambda name: name != TOKENS))
 
 
-def as_mask(value: Any, label: str) -> NDArray[np.bool_]:
-    """Which entries of one list, array or tensor on any device are not 0, bool of the same shape.
+def as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray[Any]:
+    """One list, array or tensor on any device as an array.
 
     Args:
-        value: bools or numbers.
+        value: the list, array or tensor.
         label: what errors call it.
+        items: what errors say that it should be a list of.
+        why: why it should.
+        hint: what to try where it is something else.
 
     Raises:
-        TokenTypeError: it is none of these, or one is not finite.
+        TokenTypeError: it is none of these, or has no value in some places.
     """
-    is_tensor = _is_tensor(value)
-    array = _as_array(value != 0 if is_tensor else value, label, "bools or numbers", MASK_WHY, MASK_HINT)
-    if array.dtype.kind not in "biuf":
-        what = f"{label} is of type {array.dtype}, not of bools or numbers."
-        raise TokenTypeError(what, why=MASK_WHY, hint=MASK_HINT)
-    if not (value.isfinite() if is_tensor else np.isfinite(array)).all():
-        raise TokenTypeError(f"{label} has entries that are not finite.", why=MASK_WHY, hint=MASK_HINT)
-    return array != 0
+    if isinstance(value, np.ndarray):
+        return _without_mask(value, label, why)
+    if _is_tensor(value):
+        return _tensor_as_array(value, label, items, why)
+    if not _is_list(value):
+        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of {items}.", why=why, hint=hint)
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        deeper = next((place for place, part in enumerate(value) if _is_list(part)), None)
+        reason = str(error).rstrip(".") if deeper is None else f"there is a list at position {deeper}"
+        raise TokenTypeError(f"{label} is not a flat list of {items}: {reason}.", why=why, hint=hint) from error
 
 
 def check_fits(lengths: IntArray, row_tokens: int, first: int = 0) -> None:
@@ -154,7 +162,7 @@ def check_fits(lengths: IntArray, row_tokens: int, first: int = 0) -> None:
         )
 
 
-def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]:
+def _tokens_first(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if not inputs:
         raise EmptySequenceError("The dict of inputs has no entries.", why=_EMPTY_WHY, hint=_LIST_HINT)
     if "attention_mask" in inputs:
@@ -163,7 +171,7 @@ def _tokens_first(inputs: Mapping[str, Any], tokens_name: str) -> dict[str, Any]
             why="which tokens see each other follows from the sequences alone.",
             hint=_PADDED_HINT,
         )
-    return {name: inputs[name] for name in input_names(inputs, tokens_name)}
+    return {name: inputs[name] for name in input_names(inputs)}
 
 
 def _sequence_list(values: Any, name: str, first: int) -> list[TokenArray]:
@@ -189,13 +197,16 @@ def _tensor_hint(dimensions: int) -> str:
 
 
 def _as_integers(value: Any, label: str) -> TokenArray:
-    array = _as_array(value, label, "integers", _TYPE_WHY, _hint_for(value))
+    if _is_tensor(value) and value.numel() and (value.is_floating_point() or value.is_complex()):
+        raise _not_integers(label, value.dtype)
+    array = as_array(value, label, "integers", _TYPE_WHY, _hint_for(value))
     if array.ndim != 1:
         raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=_LIST_HINT)
     if array.size == 0:
         raise EmptySequenceError(f"{label} is empty.", why=_EMPTY_WHY, hint="leave empty sequences out.")
-    if array.dtype.kind == "O" and all(type(number) is int for number in array):
-        raise _too_large(label, max(array, key=abs))
+    if array.dtype.kind in "Of" and all(map(_is_whole, entries := value if _is_list(value) else array)):
+        # NumPy has one type for all of them where they fit in 64 bits, with or without a sign, but no integer type.
+        return _as_signed(np.array(list(map(int, entries)), object), label)
     if array.dtype.kind not in "iu":
         raise _not_integers(label, array.dtype)
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
@@ -203,34 +214,19 @@ def _as_integers(value: Any, label: str) -> TokenArray:
     return array
 
 
-def _as_signed(array: TokenArray, label: str) -> IntArray:
-    if int(array.max()) > np.iinfo(np.int64).max:
-        raise _too_large(label, array.max())
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
+def _as_signed(array: NDArray[Any], label: str) -> IntArray:
+    for number in (int(array.max()), int(array.min())):
+        if not -(2**63) <= number < 2**63:
+            raise TokenRangeError(
+                f"{label} holds {number}, which does not fit in 64 signed bits.",
+                why="tokens are computed as int64.",
+                hint="check where the token ids come from.",
+            )
     return array.astype(np.int64)
-
-
-def _too_large(label: str, number: object) -> TokenRangeError:
-    return TokenRangeError(
-        f"{label} holds {number}, which does not fit in 64 signed bits.",
-        why="tokens are computed as int64.",
-        hint="check where the token ids come from.",
-    )
-
-
-def _as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray[Any]:
-    """One list, array or tensor as an array; what is none of them is refused as no list of `items`."""
-    if isinstance(value, np.ndarray):
-        return _without_mask(value, label)
-    if _is_tensor(value):
-        return _tensor_as_array(value, label)
-    if not _is_list(value):
-        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of {items}.", why=why, hint=hint)
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:
-        deeper = next((place for place, part in enumerate(value) if _is_list(part)), None)
-        reason = str(error).rstrip(".") if deeper is None else f"there is a list at position {deeper}"
-        raise TokenTypeError(f"{label} is not a flat list of {items}: {reason}.", why=why, hint=hint) from error
 
 
 def _hint_for(value: Any) -> str:
@@ -239,25 +235,22 @@ def _hint_for(value: Any) -> str:
     return _DICT_HINT if isinstance(value, Mapping) else _LIST_HINT
 
 
-def _without_mask(array: NDArray[Any], label: str) -> NDArray[Any]:
+def _without_mask(array: NDArray[Any], label: str, why: str) -> NDArray[Any]:
     if not isinstance(array, np.ma.MaskedArray):
         return array
     if np.ma.is_masked(array):
         what = f"{label} is an array in which some values are masked."
-        raise TokenTypeError(what, why="every token is computed.", hint="leave them out: ids.compressed().")
+        raise TokenTypeError(what, why=why, hint="leave them out, or fill them: array.compressed(), array.filled(0).")
     return array.data
 
 
-def _tensor_as_array(value: Any, label: str) -> NDArray[Any]:
+def _tensor_as_array(value: Any, label: str, items: str, why: str) -> NDArray[Any]:
     if value.is_meta or str(value.layout) != "torch.strided":
         kind = "on the meta device" if value.is_meta else f"of the layout {value.layout}"
-        what = f"{label} is a tensor {kind}, not a list of integers."
-        raise TokenTypeError(what, why=_TYPE_WHY, hint="pass a dense tensor with values.")
-    if value.numel() == 0:
-        return np.empty(value.shape)
-    if value.is_floating_point() or value.is_complex():
-        raise _not_integers(label, value.dtype)
-    array: NDArray[Any] = value.detach().cpu().numpy()
+        what = f"{label} is a tensor {kind}, not a list of {items}."
+        raise TokenTypeError(what, why=why, hint="pass a dense tensor with values.")
+    # NumPy has no bfloat16.
+    array: NDArray[Any] = (value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()).numpy()
     return array
 
 
@@ -277,14 +270,14 @@ def _check_aligned(batch: Batch, name: str, first: int) -> None:
     tokens_name, values = next(iter(batch.inputs)), batch.inputs[name]
     if len(values) != len(batch):
         raise PayloadError(
-            f"{name} has {len(values)} sequences, {tokens_name} has {len(batch)}.",
+            f"{name} has {count_of(len(values), 'sequence')}, {tokens_name} has {len(batch)}.",
             why="a payload has one list for every sequence.",
             hint=f"give {name} as many lists as {tokens_name} has.",
         )
     for i, (payload, tokens) in enumerate(zip(values, batch.tokens, strict=True), first):
         if len(payload) != len(tokens):
             raise PayloadError(
-                f"Sequence {i} has {len(payload)} values in {name} and {len(tokens)} in {tokens_name}.",
+                f"Sequence {i} has {count_of(len(payload), 'value')} in {name} and {len(tokens)} in {tokens_name}.",
                 why="a payload has one value per token.",
                 hint=f"give {name} one value for every token, or pass what is constant in forward_kwargs.",
             )

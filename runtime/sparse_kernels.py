@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tree_compile.runtime.hopper import is_hopper
 from tree_compile.runtime.sparse_shapes import (
     SMALLEST_GROUP,
     SparseShape,
@@ -42,8 +43,7 @@ def kernels_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @cache
 def _work_here(device: torch.device) -> bool:
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return is_hopper and importlib.util.find_spec("tilelang") is not None
+    return is_hopper(device) and importlib.util.find_spec("tilelang") is not None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ class _Level(NamedTuple):
     """For each chunk the one that it follows, counted from the start of the level before."""
 
 
-def levels_of(parent: Tensor, device: torch.device | None = None) -> list[_Level]:
+def levels_of(parent: Tensor, device: torch.device) -> list[_Level]:
     """The levels of chunks, from the `chunk_parent` of a `RowTree`; with indices on `device`."""
     above = parent.numpy()
     highest = np.maximum.accumulate(above)
@@ -66,7 +66,7 @@ def levels_of(parent: Tensor, device: torch.device | None = None) -> list[_Level
     while bounds[-1] < len(above):
         bounds.append(int(np.searchsorted(highest, bounds[-1])))
     past_followed = [int(highest[end - 1]) + 1 for end in bounds[2:]] + [bounds[-2]]
-    on_device, before = parent if device is None else parent.to(device, non_blocking=True), [0, *bounds]
+    on_device, before = parent.to(device, non_blocking=True), [0, *bounds]
     return [
         _Level(slice(first, past), slice(first, followed), on_device[first:past] - start)
         for start, first, past, followed in zip(before, bounds[:-1], bounds[1:], past_followed, strict=False)
@@ -178,7 +178,7 @@ def _through_followed(
     """The gradients that the states after `chunks` give to what they are made of."""
     gradients.kept[chunks] = (after * states[chunks]).sum_to_size(maps.kept[chunks].shape)
     if maps.left is None:
-        gradients.written[chunks] = after
+        gradients.written[chunks] += after
         return
     by_head = after.flatten(0, 1)
     torch.bmm(new[chunks].flatten(0, 1), by_head.mT, out=_by_head(gradients.left[chunks]))

@@ -180,7 +180,7 @@ def _order(addresses, lengths, limits, like):
             node = _put(trie, nodes, at, lengths[sequence], sequence, node)
             nodes += 1
         ends_in[sequence] = node
-    return _walk(starts[:nodes], ends[:nodes], parents[:nodes], ends_in)
+    return _ordered_sequences(starts[:nodes], ends[:nodes], parents[:nodes], ends_in)
 
 
 @numba.njit(cache=True)
@@ -211,7 +211,8 @@ def _chains(owner, owners):
 
 
 @numba.njit(cache=True)
-def _walk(starts, ends, parents, ends_in):
+def _ordered_sequences(starts, ends, parents, ends_in):
+    """Sequence ids in depth-first order, and the tokens that each shares with the one before it; [sequences] both."""
     child, sibling = _chains(parents, len(starts))
     sequence_of, sequence_after = _chains(ends_in, len(starts))
     order, shared = np.empty(len(ends_in), np.int64), np.empty(len(ends_in), np.int64)

@@ -23,11 +23,6 @@ TOKENS, HEADS, D, N = 40, 4, 6, 3
 Inputs = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 

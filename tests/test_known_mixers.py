@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +14,21 @@ from torch import nn
 
 from tree_compile import treecompile
 from tree_compile.errors import CaptureError, TokenMixingError
-from tree_compile.known_mixers import kept_whole, register_mixer
+from tree_compile.known_mixers import _OF_USERS, kept_whole, register_mixer
 from tree_compile.patches import recoded
 from tree_compile.runtime.linear_recurrence import delta_rule, linear_attention
-from tree_compile.runtime.mixers import mixer, one_node
+from tree_compile.runtime.mixers import MIXERS, mixer, one_node
 
 qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 chunked, plain = qwen.torch_chunk_gated_delta_rule, inspect.unwrap(qwen.torch_chunk_gated_delta_rule)
 SEQUENCES = [[1, 2, 3, 4, 5] * 9, [*[1, 2, 3, 4, 5] * 8, 7, 8], [1, 2]]
+
+
+@pytest.fixture(autouse=True)
+def tables():
+    """What a test declares or registers is unknown again after it."""
+    with mock.patch.dict(MIXERS), mock.patch.dict(_OF_USERS):
+        yield
 
 
 class Model(nn.Module):
@@ -70,6 +78,34 @@ def test_call_is_exact_however_it_is_written(name):
 def test_explanation_gives_the_shape_of_the_decay(name, shape):
     explanation = treecompile(Model(CALLS[name]), backend="eager").explain()
     assert f" with decay {shape} in chunks of 32 tokens" in str(explanation)
+
+
+def test_explanation_says_no_more_of_a_users_op_than_is_known():
+    def total(values, tree=None):
+        return linear_attention(torch.ones_like(values), torch.ones_like(values), values, tree=tree)[0]
+
+    def total_with_a_state(values, decay=1.0, tree=None):
+        return values * decay, None
+
+    mixer({"values": 1}, "values")(total)
+    mixer({"values": 1}, "values", state=lambda shapes: (7,))(total_with_a_state)
+    for mix, name in (
+        (lambda v: total(v), "total"),
+        (lambda v: total_with_a_state(v, decay=0.5)[0], "total_with_a_state"),
+    ):
+        model = treecompile(Model(lambda q, k, v, g, b, mix=mix: mix(v)), backend="eager", self_check=False)
+        explanation = model.explain(SEQUENCES)
+        assert f"-> {name}, one call per pass\n" in str(explanation)
+        assert explanation.rows == ()
+
+
+def test_op_over_something_unknown_is_refused():
+    def op(values, tree=None):
+        return values
+
+    for over in ("tokens", "chunks"):
+        with pytest.raises(ValueError, match=f"over is '{over}'"):
+            mixer({"values": 1}, "values", over=over)(op)
 
 
 def test_double_precision_model_is_computed_in_float32_where_the_function_is():

@@ -27,12 +27,11 @@ from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.sequences import Sequences, input_names
+from tree_compile.runtime.sequences import TOKENS, Sequences, input_names
 from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree, trained_parameters
 from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import Unpacked
 
-_TOKENS = "input_ids"
 _Place = tuple[tuple[str, ...], tuple[bool, ...], tuple[Entry, ...]]
 """Names of the inputs, modes of the modules, and settings of torch: each has a program of its own."""
 
@@ -119,7 +118,7 @@ class TreeModel(nn.Module):
         """
         if isinstance(sequences, Mapping):
             # Before the sequences: a padded batch is told what to leave out.
-            check_inputs(input_names(sequences, _TOKENS))
+            check_inputs(input_names(sequences))
         return plan_rows(sequences, **self._plan_options)
 
     def explain(self, sequences: Sequences | None = None) -> Explanation:
@@ -203,7 +202,7 @@ class TreeModel(nn.Module):
         return Unpacked(self.unpacked, input_names, self._keywords)
 
     def _last_inputs(self) -> tuple[str, ...]:
-        return next((names for names, *_ in reversed(self._programs)), (_TOKENS,))
+        return next((names for names, *_ in reversed(self._programs)), (TOKENS,))
 
     def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
         """The program for the model as it is now, and for the sequences of `rows`."""

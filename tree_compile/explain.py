@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tree_compile.errors import SourceLine
 from tree_compile.passes.finding import Finding
 from tree_compile.programs import Program
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.depths import depths_of
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import tree_of_segments
@@ -34,8 +35,8 @@ class RowStates:
 
     def __str__(self) -> str:
         return (
-            f"a row of {self.tokens:,} tokens: depth {self.depth}, {self.chunks:,} chunks in {self.levels:,} levels, "
-            f"{self.state_bytes:,} bytes of states"
+            f"a row of {count_of(self.tokens, 'token')}: depth {self.depth}, {count_of(self.chunks, 'chunk')} in "
+            f"{count_of(self.levels, 'level')}, {self.state_bytes:,} bytes of states"
         )
 
 
@@ -100,5 +101,5 @@ def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
 
 def _row_states(row: Row, bytes_per_chunk: int) -> RowStates:
     tree = tree_of_segments(row.segments, row.parent)
-    chunks, levels = len(tree.chunk_parent), len(levels_of(tree.chunk_parent))
+    chunks, levels = len(tree.chunk_parent), len(levels_of(tree.chunk_parent, tree.chunk_parent.device))
     return RowStates(len(row.tokens), len(depths_of(row.segments)), chunks, levels, chunks * bytes_per_chunk)

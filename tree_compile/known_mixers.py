@@ -29,8 +29,6 @@ from tree_compile.runtime.selective_scan import selective_scan
 __all__ = ["kept_whole", "register_mixer"]
 
 Replacement = Callable[..., Any]
-Given = dict[str, Any]
-"""The arguments of one call by the names that the function itself gives them, without those that were left out."""
 
 
 def register_mixer(function: Callable[..., Any], replacement: Replacement) -> None:
@@ -115,7 +113,7 @@ def _refused(what: str, hint: str) -> TokenMixingError:
     )
 
 
-def _require_unused(given: Given) -> None:
+def _require_unused(given: dict[str, Any]) -> None:
     """Refuses what is left of the arguments, where it changes what is computed."""
     for name, value in given.items():
         is_unused = value is None or value is False or name in _WITHOUT_EFFECT
@@ -262,6 +260,7 @@ def _selective_scan(
     values, write = (x.float().to(step.dtype) for x in (hidden_states, B))
     values, step, write, read = (x.transpose(1, 2) for x in (values, step, write, C))
     out = one_node(selective_scan, values=values, step=step, rate=A, write=write, read=read).transpose(1, 2)
+    # Not by the op's `skip`: the loop adds this to rounded outputs, in the dtype of the model.
     out = out if D is None else out + hidden_states * D[None, :, None]
     return out if z is None else out * F.silu(z)
 

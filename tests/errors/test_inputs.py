@@ -48,7 +48,7 @@ REFUSED = [
     ("more than 64 bits", [[1, 1 << 70]], TokenRangeError, f"holds {1 << 70}, which does not fit"),
     ("lists that are too deep", [[1, [2, 3]]], TokenTypeError, "there is a list at position 1"),
     ("one number", 5, TokenTypeError, "input_ids is a int, not a list"),
-    ("payloads that are too short", {"input_ids": [[1, 2]], "kind": [[0]]}, PayloadError, "has 1 values in kind and 2"),
+    ("payloads that are too short", {"input_ids": [[1, 2]], "kind": [[0]]}, PayloadError, "has 1 value in kind and 2"),
 ]  # fmt: skip
 
 

@@ -8,8 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from tree_compile.runtime import recurrence_fla, sparse_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path(sys.prefix) / "kernels"
@@ -28,6 +32,40 @@ def test_kernels_over_a_tree_equal_the_ops_for_the_cpu():
     script = ROOT / "tests" / "gpu_lowering" / "fla_in_interpreter.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2_000:]
-    differences = json.loads(done.stdout.splitlines()[-1])
-    assert differences.keys() == {"gated_delta_rule", "kda", "gla", "simple_gla"}
-    assert max(differences.values()) < FLOAT32_TOLERANCE
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == {"gated_delta_rule", "kda", "gla", "simple_gla"}
+    for difference, told in found.values():
+        assert difference < FLOAT32_TOLERANCE
+        assert len(told) == 2
+        assert all("first derivatives only" in error for error in told)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "triton", "work"),
+    [
+        ("12.8", (8, 0), "3.5.0", True),
+        ("12.8", (9, 0), "3.3.1", True),
+        ("12.8", (9, 0), "3.4.0", False),
+        ("12.8", (9, 0), "3.7.0+git1a2b3c4", False),
+        ("12.8", (9, 0), "3.7.1", True),
+        (None, (9, 4), "3.4.0", True),
+    ],
+)
+def test_kernels_are_left_out_where_triton_compiles_them_wrongly(monkeypatch, cuda, capability, triton, work):
+    found = {"fla": True, "triton": True, "tilelang": None}
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+    # The module alone says its version: it may have been installed as pytorch-triton.
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert recurrence_fla._work_here.__wrapped__(torch.device("cuda")) is work
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "work"), [("12.8", (9, 0), True), ("12.8", (8, 9), False), (None, (9, 0), False)]
+)
+def test_sparse_kernels_are_for_hopper_alone(monkeypatch, cuda, capability, work):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert sparse_kernels._work_here.__wrapped__(torch.device("cuda")) is work

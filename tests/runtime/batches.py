@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from tree_compile.runtime.sequences import as_batch
 from tree_compile.runtime.tree import PrefixTree, build_prefix_tree
 
+ROOM = st.integers(0, 8)
+"""Tokens of a row beside the longest sequence."""
+ROOM_OR_NONE = st.one_of(st.none(), ROOM)
+
 Path = tuple[Any, ...]
 # A kept segment: where it starts, and the path down to its end.
 Segment = tuple[int, Path]
@@ -27,6 +31,16 @@ def batches(draw: st.DrawFn, most: int = 10, longest: int = 8) -> list[list[int]
         tail = draw(st.lists(st.integers(0, 2), min_size=0 if kept else 1, max_size=longest))
         sequences.append(kept + tail)
     return sequences
+
+
+def limit(sequences: Sequence[Any], room: int | None) -> int | None:
+    """Tokens of a row that has so much room beside the longest sequence; None for no limit."""
+    return None if room is None else max(map(len, sequences)) + room
+
+
+def sequences_of(*runs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Sequences of runs (token, how often)."""
+    return [[token for token, times in run for _ in range(times)] for run in runs]
 
 
 def groups(count: int) -> list[Any]:
@@ -137,10 +151,10 @@ def ancestors(parent: Sequence[int], token: int) -> set[int]:
     return found
 
 
-def chain(segments: int) -> list[list[int]]:
-    """Sequences that leave a trunk one after the other: a tree as deep as it has leaves."""
-    trunk = list(range(2, segments + 2))
-    return [[*trunk[:cut], 0] for cut in range(1, segments)] + [trunk]
+def chain(segments: int) -> list[Any]:
+    """Sequences that leave a trunk one after the other: a tree as deep as it has leaves. Arrays of int16."""
+    trunk, end = np.arange(2, segments + 2, dtype=np.int16), np.zeros(1, np.int16)
+    return [np.append(trunk[:cut], end) for cut in range(1, segments)] + [trunk]
 
 
 def ranges_touch(ranges: list[tuple[int, int]]) -> bool:

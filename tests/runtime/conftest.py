@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -12,7 +13,7 @@ from hypothesis import settings
 settings.register_profile("tree_compile", deadline=None)
 settings.load_profile("tree_compile")
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+HELPERS = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers"
 
 
 def module_of(file: Path) -> ModuleType:
@@ -30,12 +31,19 @@ def workloads(shared: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def seed_rule() -> ModuleType:
+def airline_rollouts(shared: Path) -> list[np.ndarray]:
+    """The token ids of real rollouts."""
+    data = np.load(shared / "data" / "airline_rollouts.npz")
+    return np.split(data["tokens"], np.cumsum(data["lengths"])[:-1])
+
+
+@pytest.fixture(scope="session")
+def published_rule() -> ModuleType:
     """The published rule in plain Python."""
-    return module_of(BENCHMARKS / "seed_rule.py")
+    return module_of(HELPERS / "published_rule.py")
 
 
 @pytest.fixture(scope="session")
 def exact_rows() -> ModuleType:
     """The fewest rows by a solver."""
-    return module_of(BENCHMARKS / "exact_rows.py")
+    return module_of(HELPERS / "exact_rows.py")

@@ -4,12 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches, fewest, tree_of, tree_segments
+from tests.runtime.batches import ROOM, batches, fewest, limit, tree_of, tree_segments
 from tree_compile.errors import SequenceTooLongError
 from tree_compile.runtime.bounds import packing_bounds
 from tree_compile.runtime.rows import pack_rows
-
-ROOM = st.integers(0, 8)
 
 
 def test_bound_counts_documents_that_do_not_fit_beside_each_other():
@@ -21,7 +19,7 @@ def test_bound_counts_documents_that_do_not_fit_beside_each_other():
 @given(batches(most=7), ROOM)
 def test_bounds_are_those_of_a_solver_or_below(exact_rows, sequences, room):
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
-    row_tokens = max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     tree = tree_of(sequences)
     bound, _ = packing_bounds(tree, row_tokens)
     if bound == 1:
@@ -30,9 +28,9 @@ def test_bounds_are_those_of_a_solver_or_below(exact_rows, sequences, room):
     assert cp_model.CpSolver().solve(model) == cp_model.INFEASIBLE
 
 
-@given(batches(most=6), st.integers(0, 8), st.integers(1, 4))
+@given(batches(most=6), ROOM, st.integers(1, 4))
 def test_bounds_are_not_above_the_best_packing(sequences, room, min_shared_tokens):
-    row_tokens = max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     best_rows, best_tokens = fewest(tree_segments([*map(tuple, sequences)], min_shared_tokens), row_tokens)
     rows, tokens = packing_bounds(tree_of(sequences, min_shared_tokens), row_tokens)
     assert rows <= best_rows

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches
+from tests.runtime.batches import ROOM_OR_NONE, batches, limit, sequences_of
 from tree_compile.runtime.page import plan_page
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
@@ -47,10 +47,6 @@ def width(found: list[ET.Element]) -> float:
 
 def titles(found: list[ET.Element]) -> list[str]:
     return [block.findtext("title") for block in found]
-
-
-def sequences_of(*runs):
-    return [[token for token, times in run for _ in range(times)] for run in runs]
 
 
 GROUPS = sequences_of(
@@ -169,9 +165,9 @@ def test_tree_lays_children_beside_their_parent():
     }
 
 
-@given(batches(), st.one_of(st.none(), st.integers(0, 8)), st.integers(1, 4))
+@given(batches(), ROOM_OR_NONE, st.integers(1, 4))
 def test_blocks_of_a_row_add_up_to_its_share(sequences, room, min_shared_tokens):
-    row_tokens = None if room is None else max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     plan = plan_rows(sequences, row_tokens, min_shared_tokens, plan_seconds=0)
     full = row_tokens or plan.rows[0].length
     for bar, row in zip(bars(page_of(plan)), plan.rows, strict=True):

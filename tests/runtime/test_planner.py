@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches, groups
+from tests.runtime.batches import ROOM, batches, groups, limit
 from tree_compile.errors import InputError, PayloadError, SequenceTooLongError
 from tree_compile.runtime.planner import Planner
 from tree_compile.runtime.planning import plan_rows
@@ -15,9 +15,9 @@ def added(planner, sequences):
     return [row for sequence in sequences for row in planner.add(sequence)]
 
 
-@given(batches(most=20), st.integers(0, 8), st.integers(2, 4), st.integers(1, 4))
+@given(batches(most=20), ROOM, st.integers(2, 4), st.integers(1, 4))
 def test_every_sequence_is_given_out_once_and_fits(sequences, room, waiting, min_shared_tokens):
-    row_tokens = max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     planner = Planner(row_tokens, min_shared_tokens, rows_waiting=waiting, plan_seconds=0)
     rows = added(planner, sequences) + planner.flush()
     assert sorted(i for row in rows for i in row.sequence_ids) == list(range(len(sequences)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -14,20 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.runtime.batches import chain
+from tests.runtime.batches import ancestors, chain
 from tree_compile import Row, plan_rows
 from tree_compile.runtime import linear_recurrence as linear
 from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
+from tree_compile.runtime.layout import END
 from tree_compile.runtime.row_tree import CHUNK, RowTree, tree_of_segments
 from tree_compile.runtime.selective_scan import selective_scan
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
 
 Inputs = dict[str, Tensor]
 HEADS, KEY_HEADS, D, E = 4, 2, 6, 5
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 # Definitions: one sequence, token by token
@@ -347,6 +345,43 @@ def test_every_root_starts_from_its_own_state(name: str) -> None:
         op(**inputs, tree=tree, initial_state=initial[:1])
 
 
+def test_state_that_is_read_where_what_is_written_is_added_as_it_is() -> None:
+    """A form of `ChunkMaps` that no op of ours has."""
+    parent = torch.tensor([-1, 0, 0, 1, 1, 2])
+    kept, fresh, reads, initial = normal(6, 2, 3, 1), normal(6, 2, 3, 5), normal(6, 2, 3, 3), normal(1, 2, 3, 5)
+    given = [tensor.requires_grad_() for tensor in (kept, fresh, reads, initial)]
+    weights = [normal(6, 2, 3, 5) for _ in range(3)]
+    maps = ChunkMaps(kept, fresh, None, reads)
+    states, written = starting_states(maps, parent, initial)
+    results = [states, written, final_states(maps, states, written)]
+
+    begun, new, ended = [], [], []
+    for chunk, above in enumerate(parent.tolist()):
+        begun.append(initial[0] if above < 0 else ended[above])
+        new.append(fresh[chunk] - reads[chunk] @ begun[chunk])
+        ended.append(kept[chunk] * begun[chunk] + new[chunk])
+    wanted = [torch.stack(parts) for parts in (begun, new, ended)]
+    assert difference(results, wanted) < 1e-10
+    losses = [
+        sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)) for parts in (results, wanted)
+    ]
+    assert difference(*(list(torch.autograd.grad(loss, given)) for loss in losses)) < 1e-10
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_final_states_are_those_at_the_end_of_every_segment(name: str) -> None:
+    op, definition, make = STATES[name]
+    trunk = [1] * 40
+    sequences = [trunk + [2] * 33, trunk + [3] * 5 + [4] * 64, trunk + [3] * 5 + [5], [6] * 32]
+    (row,) = plan_rows(sequences, min_shared_tokens=1).rows
+    inputs = make(len(row.tokens))
+    _, final = op(**inputs, tree=tree_of(row), output_final_state=True)
+    assert len(final) == len(row.segments) == 6
+    for state, end in zip(final, row.segments[:, END].tolist(), strict=True):
+        path = sorted(ancestors(row.parent, end - 1))
+        assert difference([state], [definition(of_sequence(inputs, torch.tensor(path)))[1]]) < 1e-10
+
+
 MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "heads of a decay": ("gated delta rule", "decay", (1, 50, 2), "decay"),
     "a decay one token short": ("gated delta rule", "decay", (1, 49, HEADS), "decay"),
@@ -374,6 +409,16 @@ MISFITS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "a weight of one channel": ("convolution", "weight", (1, 4), "weight"),
     "a weight of no token": ("convolution", "weight", (D, 0), "weight"),
     "a bias for each token": ("convolution", "bias", (50, 1), "bias"),
+    "values without heads": ("gated delta rule", "value", (1, 50, E), "value is .*; it must have 4 dimensions"),
+    "keys without heads": ("gated delta rule", "key", (1, 50, D), "key is .*; it must have 4 dimensions"),
+    "queries without heads": ("gated delta rule", "query", (1, 50, D), "query"),
+    "a space without heads": ("state space scan", "values", (1, 50, E), "values is .*; it must have 4 dimensions"),
+    "write without groups": ("state space scan", "write", (1, 50, D), "write is .*; it must have 4 dimensions"),
+    "read without groups": ("state space scan", "read", (1, 50, D), "read"),
+    "values with heads": ("selective scan", "values", (1, 50, 1, D), "values is .*; it must have 3 dimensions"),
+    "a rate of one number": ("selective scan", "rate", (), "rate is .*; it must have 2 dimensions"),
+    "values of one sequence alone": ("convolution", "values", (50, D), "values is .*; it must have 3 dimensions"),
+    "a weight of one number": ("convolution", "weight", (), "weight is .*; it must have 2 dimensions"),
 }
 
 
@@ -385,11 +430,16 @@ def test_shape_that_does_not_fit_is_refused(case: str) -> None:
         op(**make(50) | {key: normal(*shape)})
 
 
-def test_batch_over_a_tree_is_refused() -> None:
+@pytest.mark.parametrize("name", OPS)
+def test_values_that_are_not_the_row_of_the_tree_are_refused(name: str) -> None:
+    op, _, make = OPS[name]
     (row,) = plan_rows([[1] * 50], min_shared_tokens=1).rows
-    inputs = {name: value.expand(2, *value.shape[1:]) for name, value in delta_inputs(50).items()}
-    with pytest.raises(ValueError, match="a batch of 2"):
-        linear.delta_rule(**inputs, tree=tree_of(row))
+    twice = {key: torch.cat([value] * 2) if is_per_token(value) else value for key, value in make(50).items()}
+    with pytest.raises(ValueError, match="a batch of 2 over one tree"):
+        op(**twice, tree=tree_of(row))
+    for tokens in (49, 51):
+        with pytest.raises(ValueError, match=f"has {tokens} tokens, and the row of the tree 50"):
+            op(**make(tokens), tree=tree_of(row))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -452,20 +502,22 @@ def test_padding_is_not_zero_and_takes_no_gradient(name: str) -> None:
         assert not is_per_token(value) or not gradient[0, 41:].any()
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_half_precision_is_computed_in_float32(name: str) -> None:
-    op, _, make = STATES[name]
-    half = {key: value.to(torch.bfloat16) for key, value in make(80).items()}
-    out = op(**half)[0]
-    wanted = op(**{key: value.float() for key, value in half.items()})[0]
-    assert out.dtype == torch.bfloat16
-    assert difference([out.float()], [wanted]) < 1e-2
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
+    op, _, make = OPS[name]
+    half = {key: value.to(dtype) for key, value in make(80).items()}
+    out = first(op(**half))
+    wanted = first(op(**{key: value.float() for key, value in half.items()}))
+    assert torch.equal(out, wanted.to(dtype))
+    assert out.dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(op(**half)[0], out)
+        assert torch.equal(first(op(**half)), out)
 
 
-def test_chain_of_5_000_segments_is_computed() -> None:
-    (row,) = plan_rows(chain(5_000), min_shared_tokens=1).rows
+def test_tree_deeper_than_calls_can_be_is_computed() -> None:
+    depth = sys.getrecursionlimit() + 200
+    (row,) = plan_rows(chain(depth), min_shared_tokens=1).rows
     inputs = delta_inputs(len(row.tokens))
     out, _ = linear.delta_rule(**inputs, tree=tree_of(row))
     path = torch.from_numpy(row.path(int(row.sequence_length.argmax())))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches
+from tests.runtime.batches import ROOM_OR_NONE, batches, limit, sequences_of
 from tree_compile.runtime.planning import plan_rows
 
 SMALL = """\
@@ -23,19 +23,15 @@ row 0  ▕███████│▓▓▓▓▓▓│▓▓▓▓▓▓▓▓�
 row 1  ▕███████████                     ▏  6 in 1 sequence"""
 
 
-def sequences_of(*runs):
-    return [[token for token, times in run for _ in range(times)] for run in runs]
-
-
 def test_picture_of_a_small_plan():
     sequences = sequences_of([(1, 4), (2, 4)], [(1, 4), (3, 6)], [(4, 6)])
     text = plan_rows(sequences, 18, min_shared_tokens=1).render(60)
     assert text == SMALL
 
 
-@given(batches(), st.one_of(st.none(), st.integers(0, 8)), st.integers(60, 130))
+@given(batches(), ROOM_OR_NONE, st.integers(60, 130))
 def test_lines_fit_the_width(sequences, room, width):
-    row_tokens = None if room is None else max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     text = plan_rows(sequences, row_tokens, min_shared_tokens=1).render(width)
     assert max(map(len, text.splitlines())) <= width
 

@@ -6,25 +6,24 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.batches import batches, row_sizes, tree_of
+from tests.runtime.batches import ROOM, batches, limit, row_sizes, tree_of
 from tree_compile.runtime.constructions import constructions
 from tree_compile.runtime.leaves import leaves_of
 from tree_compile.runtime.options import Budget
 from tree_compile.runtime.reopening import reopen_rows
 
-ROOM = st.integers(0, 8)
 NO_BOUNDS = (0, 0)
 
 
 @given(batches(most=14), ROOM, st.booleans(), st.integers(0, 400))
 def test_reopened_rows_fit_and_are_no_worse(sequences, room, few_tokens, attempts):
-    row_tokens = max(map(len, sequences)) + room
+    row_tokens = limit(sequences, room)
     tree = tree_of(sequences)
     leaves = leaves_of(tree)
     for start in constructions(tree, leaves, row_tokens):
         before = start.copy()
-        row_of = reopen_rows(leaves, start, row_tokens, Budget(attempts=attempts), few_tokens, NO_BOUNDS)
-        old, new = row_sizes(tree, start), row_sizes(tree, row_of)
+        leaf_row = reopen_rows(leaves, start, row_tokens, Budget(attempts=attempts), few_tokens, NO_BOUNDS)
+        old, new = row_sizes(tree, start), row_sizes(tree, leaf_row)
         assert max(new) <= row_tokens
         assert sum(new) <= sum(old) if few_tokens else len(new) <= len(old)
         assert start.tolist() == before.tolist()
@@ -32,8 +31,8 @@ def test_reopened_rows_fit_and_are_no_worse(sequences, room, few_tokens, attempt
 
 def test_reopening_joins_what_fits_together():
     leaves = leaves_of(tree_of([[group] * 5 + [leaf] for group in range(4) for leaf in range(10, 14)]))
-    row_of = reopen_rows(leaves, np.arange(16), 9, Budget(attempts=2_000), False, NO_BOUNDS)
-    assert len(set(row_of.tolist())) == 4
+    leaf_row = reopen_rows(leaves, np.arange(16), 9, Budget(attempts=2_000), False, NO_BOUNDS)
+    assert len(set(leaf_row.tolist())) == 4
 
 
 def test_budget_of_seconds_is_kept_with_thousands_of_leaves_in_a_row():

@@ -42,7 +42,6 @@ def test_arrays_and_tensors_are_not_copied():
 
 def test_plain_list_is_named():
     assert list(as_batch([[1]]).inputs) == ["input_ids"]
-    assert list(as_batch([[1]], "ids").inputs) == ["ids"]
 
 
 def test_batch_is_returned_as_it_is():
@@ -130,10 +129,28 @@ def test_single_tensor_is_refused_with_the_way_out():
         as_batch(torch.tensor([1, 2, 3]))
 
 
-@pytest.mark.parametrize("tokens", [[3, -1], np.array([2**63], np.uint64)], ids=["negative", "beyond_64_bits"])
+OUT_OF_RANGE = {
+    "negative": [3, -1],
+    "unsigned_array": np.array([2**63], np.uint64),
+    "beyond_64_bits": [2**63],
+    "beyond_64_bits_beside_less": [2**63, 1],
+    "beyond_64_bits_beside_numbers_of_numpy": [np.int64(1), np.uint64(2**63)],
+    "far_beyond_64_bits": [2**70, 1],
+    "far_below": [1, -(2**70)],
+    "objects": np.array([2**63, 1], object),
+}
+
+
+@pytest.mark.parametrize("tokens", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
 def test_token_out_of_range_is_refused(tokens):
     with pytest.raises(TokenRangeError, match="Sequence 1"):
         as_batch([[1], tokens])
+
+
+@pytest.mark.parametrize("tokens", [[np.uint64(5), np.int64(1)], np.array([5, 1], object)], ids=["mixed", "objects"])
+def test_whole_numbers_for_which_numpy_has_no_integer_type_are_taken_as_int64(tokens):
+    (taken,) = as_batch([tokens]).tokens
+    assert (taken.tolist(), taken.dtype) == ([5, 1], np.dtype(np.int64))
 
 
 def test_negative_token_is_placed():
@@ -142,12 +159,12 @@ def test_negative_token_is_placed():
 
 
 def test_payload_of_another_length_is_refused():
-    with pytest.raises(PayloadError, match="Sequence 1 has 1 values in kind and 2 in input_ids"):
+    with pytest.raises(PayloadError, match="Sequence 1 has 1 value in kind and 2 in input_ids"):
         as_batch({"input_ids": [[1], [2, 3]], "kind": [[0], [0]]})
 
 
 def test_payload_with_a_missing_sequence_is_refused():
-    with pytest.raises(PayloadError, match="kind has 1 sequences, input_ids has 2"):
+    with pytest.raises(PayloadError, match="kind has 1 sequence, input_ids has 2"):
         as_batch({"input_ids": [[1], [2]], "kind": [[0]]})
 
 

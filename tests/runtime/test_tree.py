@@ -21,6 +21,18 @@ def as_segments(tree, sequences):
     return {name: names[above] if above >= 0 else None for name, above in zip(names, tree.parent.tolist(), strict=True)}
 
 
+@given(batches(), st.integers(1, 3), st.data())
+def test_tokens_from_a_limit_on_are_shared_with_none(sequences, min_shared_tokens, data):
+    limits = [data.draw(st.integers(0, len(sequence))) for sequence in sequences]
+    tree = build_prefix_tree(as_batch(sequences), min_shared_tokens, np.array(limits))
+    # With its number on them, they are no sequence's else.
+    own = [
+        tuple((token, -1 if at < limits[i] else i) for at, token in enumerate(sequence))
+        for i, sequence in enumerate(sequences)
+    ]
+    assert as_segments(tree, own) == tree_segments(own, min_shared_tokens)
+
+
 # Tokens are compared in pieces of 64: tokens that are repeated 128 times put the branches on their edges.
 @given(batches(), st.integers(1, 5), st.sampled_from([1, 128]), st.lists(st.sampled_from("bhiqBHIQ"), min_size=1))
 def test_tree_has_the_segments_of_the_published_procedure(sequences, min_shared_tokens, repeat, types):
@@ -97,7 +109,7 @@ def test_segment_is_shared_from_64_tokens_on():
 
 
 def test_chain_of_5000_segments_is_built():
-    tree = build_prefix_tree(as_batch([np.array(sequence, np.int16) for sequence in chain(5_000)]), 1)
+    tree = build_prefix_tree(as_batch(chain(5_000)), 1)
     assert len(tree) == 2 * 5_000 - 1
     assert int(tree.length.sum()) == 5_000 + 4_999
 
@@ -109,10 +121,8 @@ def test_chain_of_5000_prefixes_is_one_segment():
     assert not tree.sequence_segment.any()
 
 
-def test_airline_rollouts_have_the_known_number_of_unique_tokens(shared):
-    data = np.load(shared / "data" / "airline_rollouts.npz")
-    sequences = np.split(data["tokens"], np.cumsum(data["lengths"])[:-1])
-    assert int(build_prefix_tree(as_batch(sequences), 1).length.sum()) == 452_127
+def test_airline_rollouts_have_the_known_number_of_unique_tokens(airline_rollouts):
+    assert int(build_prefix_tree(as_batch(airline_rollouts), 1).length.sum()) == 452_127
 
 
 def test_page_is_right():

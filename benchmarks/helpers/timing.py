@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def seconds(
+def seconds_in_turn(
     steps: list[Callable[[], None]], rounds: int, clock: Callable[[], float] = time.process_time
 ) -> list[list[float]]:
     """Seconds of every step in each of `rounds` rounds; one round before them, to warm up, is left out."""

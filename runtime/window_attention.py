@@ -133,9 +133,7 @@ def topk_entries(
     return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
 
 
-def _check_topk(
-    query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor
-) -> None:
+def _check_topk(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor) -> None:
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(weights.shape)}, {tuple(last.shape)}"
     if query.dim() != 4 or query.shape[0] != 1 or weights.shape != query.shape[:3] or last.shape != query.shape[1:2]:
         raise ValueError(f"query, weights and last must be [1, T, H, D], [1, T, H] and [T]: {shapes}")
@@ -222,14 +220,18 @@ def window_attention(
     return sparse_attention(query, keys, values, indices, scale=scale, sinks=sinks)
 
 
-def _check(
-    key: Tensor, value: Tensor, entry_key: Tensor, entry_value: Tensor, rows: Tensor, entries: Tensor
-) -> None:
+def _check(key: Tensor, value: Tensor, entry_key: Tensor, entry_value: Tensor, rows: Tensor, entries: Tensor) -> None:
     """What `sparse_attention` cannot check once tokens and entries are joined."""
     shapes = f"{tuple(key.shape)}, {tuple(value.shape)}, {tuple(entry_key.shape)}, {tuple(entry_value.shape)}"
     if key.dim() != 4 or key.shape[:3] != value.shape[:3] or entry_key.shape[:3] != entry_value.shape[:3]:
         raise ValueError(f"keys and values do not fit: {shapes}")
-    if key.shape[:2] != entry_key.shape[:2] or key.shape[3] != entry_key.shape[3] or value.shape[3] != entry_value.shape[3]:
+    if (
+        key.shape[:2] != entry_key.shape[:2]
+        or key.shape[3] != entry_key.shape[3]
+        or value.shape[3] != entry_value.shape[3]
+    ):
         raise ValueError(f"tokens and entries do not fit: {shapes}")
     if rows.dim() != 2 or entries.dim() != 3 or entries.shape[:2] != (1, len(rows)):
-        raise ValueError(f"rows and entries must be [T, n] and [1, T, m], not {tuple(rows.shape)}, {tuple(entries.shape)}")
+        raise ValueError(
+            f"rows and entries must be [T, n] and [1, T, m], not {tuple(rows.shape)}, {tuple(entries.shape)}"
+        )

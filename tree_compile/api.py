@@ -17,6 +17,7 @@ from tree_compile.calls import (
     default_keywords,
     unsupported,
 )
+from tree_compile.comparison import trained_parameters
 from tree_compile.explain import Explanation, explain
 from tree_compile.modes import evaluation
 from tree_compile.output import TreeOutput
@@ -28,7 +29,7 @@ from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.sequences import Sequences, input_names
-from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree, trained_parameters
+from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree
 from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import Unpacked
 

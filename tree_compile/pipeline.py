@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.foreign import without_gradients_of_embeddings
 from tree_compile.guards import ShortLengths
+from tree_compile.inputs import graph_inputs
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -32,13 +33,14 @@ from tree_compile.passes.plan_inputs import (
     window_inputs,
 )
 from tree_compile.passes.positions import RewritePositions
-from tree_compile.passes.runner import Trail, readable, run_pass
+from tree_compile.passes.runner import Pass, Trail, readable, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.window_attention import RewriteWindowAttention
 from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
 from tree_compile.rehearsal import example_of, longer_example, rehearse
+from tree_compile.runtime.row import Row
 from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
@@ -87,6 +89,14 @@ class Rewritten:
     def has_indexer(self) -> bool:
         """Whether an indexer chooses what tokens see."""
         return any(finding.kind == "indexer" for finding in self.trail.findings)
+
+    def inputs(self, row: Row, device: torch.device) -> tuple[Any, ...]:
+        """The arguments of the graph for one row."""
+        return graph_inputs(row, device, carries_state=self.carries_state, windows=self.windows)
+
+    def without_batch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The graph's results, or the model's, without their batch dimension of size one."""
+        return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, self.batched, strict=True)]
 
 
 def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
@@ -171,32 +181,16 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     """
     graph_module, trail = captured.graph_module, Trail()
     trail.stages["captured"] = readable(graph_module)
-    run_pass(graph_module, InlineGradModes(), trail)
-    run_pass(graph_module, RefuseBatchNorm(), trail)
-    run_pass(graph_module, Functionalize(), trail)
+    _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize()), trail)
     longest = captured.limit.tokens if captured.limit is not None else None
     statics = find_static_values(graph_module, longest, reach)
-    limits = _limits(captured, statics)
-    vocabulary = vocabulary_size(graph_module.graph)
+    limits, vocabulary = _limits(captured, statics), vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
-    for graph_pass in (
-        RewriteWindows(statics),
-        RewriteWindowAttention(statics, tables),
-        RewriteAttention(statics, tables),
-        RewriteMixers(),
-        RewriteConvolutions(),
-        RewritePositions(statics, tables),
-        RewriteWindowSizes(),
-        ProveTokenAxis(),
-    ):
-        run_pass(graph_module, graph_pass, trail)
+    _run_passes(graph_module, _passes_for_rows(statics, tables), trail)
     random = any(draws(node) for node in graph_module.graph.nodes)
-    run_pass(graph_module, KeepAutocastOff(), trail)
-    carries_state = reads_tree(graph_module.graph)
-    if not carries_state:
-        remove_tree_inputs(graph_module.graph)
-        graph_module.recompile()
+    _run_passes(graph_module, (KeepAutocastOff(),), trail)
+    carries_state = _without_unread_tree(graph_module)
     trail.stages["rewritten"] = readable(graph_module)
     return Rewritten(
         graph_module=graph_module,
@@ -214,6 +208,34 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         random=random,
         trail=trail,
     )
+
+
+def _run_passes(graph_module: fx.GraphModule, passes: Iterable[Pass], trail: Trail) -> None:
+    for graph_pass in passes:
+        run_pass(graph_module, graph_pass, trail)
+
+
+def _passes_for_rows(statics: StaticValues, tables: RowTables) -> tuple[Pass, ...]:
+    """What makes a graph of one sequence one that takes rows, and proves that it keeps sequences apart."""
+    return (
+        RewriteWindows(statics),
+        RewriteWindowAttention(statics, tables),
+        RewriteAttention(statics, tables),
+        RewriteMixers(),
+        RewriteConvolutions(),
+        RewritePositions(statics, tables),
+        RewriteWindowSizes(),
+        ProveTokenAxis(),
+    )
+
+
+def _without_unread_tree(graph_module: fx.GraphModule) -> bool:
+    """Whether a layer reads the row's tree; takes its inputs out of the graph where none does."""
+    if reads_tree(graph_module.graph):
+        return True
+    remove_tree_inputs(graph_module.graph)
+    graph_module.recompile()
+    return False
 
 
 def _dtypes(graph: fx.Graph) -> frozenset[torch.dtype]:

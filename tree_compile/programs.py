@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.failures import of_tables
-from tree_compile.inputs import graph_inputs
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.runtime.row import Row
@@ -42,19 +40,14 @@ class Program:
             TokenRangeError: one of the model's tables has no entry for a number of the row.
         """
         with of_tables(row):
-            return self._result(row, self.blocks(*self._inputs(row)))
+            return self._result(row, self.blocks(*self.rewritten.inputs(row, self.device)))
 
     def run_uncompiled(self, row: Row) -> RowResult:
         """Computes one row with the rewritten graph as it is."""
-        return self._result(row, self.rewritten.graph_module(*self._inputs(row)))
-
-    def _inputs(self, row: Row) -> tuple[Any, ...]:
-        rewritten = self.rewritten
-        return graph_inputs(row, self.device, carries_state=rewritten.carries_state, windows=rewritten.windows)
+        return self._result(row, self.rewritten.graph_module(*self.rewritten.inputs(row, self.device)))
 
     def _result(self, row: Row, tensors: tuple[Tensor, ...]) -> RowResult:
-        batched = self.rewritten.batched
-        return RowResult(row, tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True)))
+        return RowResult(row, tuple(self.rewritten.without_batch(tensors)))
 
 
 def make_program(unpacked: Unpacked, backend: str) -> Program:

@@ -9,7 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tree_compile.comparison import gap, relative, relative_difference, tensors_of, tolerance
+from tree_compile.comparison import (
+    GRADIENT_ROUNDING,
+    gap,
+    gradients_of,
+    relative,
+    relative_difference,
+    smallest_parameters,
+    tensors_of,
+    tolerance,
+    trained_parameters,
+    weights_of,
+)
 from tree_compile.errors import SelfCheckError
 from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
@@ -19,7 +30,6 @@ from tree_compile.programs import Program, make_program
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
-from tree_compile.short_lengths import GRADIENT_ROUNDING, smallest_parameters
 from tree_compile.ties import ties_of
 from tree_compile.unpacked import Unpacked, own_autocast_cache
 
@@ -117,8 +127,8 @@ def _packed_side(
     """The tree model's side, and the weights of its outputs in the loss."""
     packed = TreeOutput([run(row) for row in plan.rows], program.rewritten.output_form)
     parts = [tensors_of(packed[sequence]) for sequence in range(plan.sequences)]
-    weights = _weights(parts)
-    gradients = _gradients(parts, weights, parameters)
+    weights = weights_of(parts)
+    gradients = gradients_of(parts, weights, parameters)
     return _Side([[part.detach() for part in own] for own in parts], gradients), weights
 
 
@@ -133,47 +143,11 @@ def _unpacked_side(
     for sequence, own_weights in enumerate(weights):
         inputs = _sequence_inputs(plan, sequence, unpacked.input_names, program.device)
         with plain_checkpoints(unpacked.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
-            parts = tensors_of(unpacked(inputs))
-        parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
+            parts = program.rewritten.without_batch(tensors_of(unpacked(inputs)))
         side.outputs.append([part.detach() for part in parts])
-        for name, gradient in _gradients([parts], [own_weights], parameters).items():
+        for name, gradient in gradients_of([parts], [own_weights], parameters).items():
             side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient
     return side
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _weights(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [[_weight(part, generator) for part in own] for own in parts]
-
-
-def _weight(part: Tensor, generator: torch.Generator) -> Tensor:
-    if not part.is_floating_point():
-        return torch.ones_like(part)
-    return torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.device, part.dtype)
-
-
-def _gradients(
-    parts: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]], parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    terms = [
-        (part * weight).sum()
-        for own, of_own in zip(parts, weights, strict=True)
-        for part, weight in zip(own, of_own, strict=True)
-        if part.requires_grad
-    ]
-    if not parameters or not terms:
-        return {}
-    # Autocast around a backward pass would cast once more, which nobody trains with.
-    with torch.autocast(terms[0].device.type, enabled=False):
-        found = torch.autograd.grad(
-            torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
-        )
-    return dict(zip(parameters, found, strict=True))
 
 
 def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: torch.device) -> list[Tensor]:

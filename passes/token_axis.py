@@ -151,7 +151,7 @@ def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
         assert isinstance(value, Value)
         has_batch = [size_expression(size) for size in shape_of(result)[:1]] == [1]
         leading = value.axes[: 2 if has_batch else 1]
-        if value.content is not None or leading not in ((None, TOKENS), (TOKENS,), (TOKENS, None)):
+        if value.content is not None or leading not in ((None, TOKENS), (TOKENS,)):
             raise _mixing(result, "the model returns it, and it is not one value for every token")
 
 

@@ -42,7 +42,7 @@ from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
 from tree_compile.rehearsal import example_of, longer_example, rehearse
 from tree_compile.runtime.row import Row
 from tree_compile.short_lengths import same_when_short
-from tree_compile.unpacked import Unpacked, own_autocast_cache
+from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 CAPTURING = threading.RLock()
 _LONGEST_EXAMPLE = 4_096
@@ -99,11 +99,11 @@ class Rewritten:
         return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, self.batched, strict=True)]
 
 
-def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
+def rewrite_model(plain: PlainModel, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
     """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
 
     Args:
-        unpacked: the model.
+        plain: the model.
         reach: as in `rewrite`.
         example_tokens: captures it with a sequence of so many tokens, and compares it at no length; 0 for a few dozen
             tokens, or more where it pools windows of more.
@@ -114,25 +114,25 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: 
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
-        with without_gradients_of_embeddings(unpacked.model):
-            rehearsal = rehearse(unpacked)
+        with without_gradients_of_embeddings(plain.model):
+            rehearsal = rehearse(plain)
         with _unless_more_telling(rehearsal.error):
             if example_tokens:
-                return rewrite(_captured(unpacked, example_of(unpacked, example_tokens)), reach)
-            return _rewrite_one_of(unpacked, _captures(unpacked, rehearsal.example), reach)
+                return rewrite(_captured(plain, example_of(plain, example_tokens)), reach)
+            return _rewrite_one_of(plain, _captures(plain, rehearsal.example), reach)
 
 
-def _captured(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
-    with without_gradients_of_embeddings(unpacked.model):
-        return capture(unpacked, example)
+def _captured(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
+    with without_gradients_of_embeddings(plain.model):
+        return capture(plain, example)
 
 
-def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]:
+def _captures(plain: PlainModel, example: tuple[Tensor, ...]) -> list[Captured]:
     """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
-    found = [_captured(unpacked, example)]
+    found = [_captured(plain, example)]
     while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
         try:
-            longer = _captured(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
+            longer = _captured(plain, example_of(plain, longer_example(plain, limit.tokens)))
         except RefusedModelError:
             break
         if longer.limit is not None and longer.limit.tokens <= limit.tokens:
@@ -141,14 +141,14 @@ def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]
     return found
 
 
-def _rewrite_one_of(unpacked: Unpacked, captures: list[Captured], reach: int) -> Rewritten:
+def _rewrite_one_of(plain: PlainModel, captures: list[Captured], reach: int) -> Rewritten:
     """The last one that can be proved: it holds for the longest sequences."""
     errors = []
     for captured in reversed(captures):
         try:
             with _unless_more_telling(captured.control_flow):
                 rewritten = rewrite(captured, reach)
-            if rewritten.short is not None and (rewritten.random or not same_when_short(unpacked, rewritten)):
+            if rewritten.short is not None and (rewritten.random or not same_when_short(plain, rewritten)):
                 raise rewritten.short.error
         except RefusedModelError as error:
             errors.append(error)

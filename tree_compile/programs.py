@@ -12,7 +12,7 @@ from tree_compile.failures import of_tables
 from tree_compile.output import RowResult
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.runtime.row import Row
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import PlainModel
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
 
@@ -50,21 +50,21 @@ class Program:
         return RowResult(row, tuple(self.rewritten.without_batch(tensors)))
 
 
-def make_program(unpacked: Unpacked, backend: str) -> Program:
+def make_program(plain: PlainModel, backend: str) -> Program:
     """Captures, rewrites, splits and compiles a model in the mode that it is in.
 
     Args:
-        unpacked: the model.
+        plain: the model.
         backend: one of BACKENDS.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(unpacked)
-    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), unpacked.device)
+    rewritten = rewrite_model(plain)
+    return Program(rewritten, Blocks(rewritten.graph_module, BACKENDS[backend]), plain.device)
 
 
-def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
+def prove_further(program: Program, plain: PlainModel, backend: str, tokens: int) -> Program:
     """The program for sequences of up to `tokens` tokens, as far as that can be proved.
 
     Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use; where not,
@@ -73,7 +73,7 @@ def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: in
     Raises:
         RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(unpacked, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
+    rewritten = rewrite_model(plain, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
     blocks = Blocks(rewritten.graph_module, BACKENDS[backend])

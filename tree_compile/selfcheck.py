@@ -31,7 +31,7 @@ from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
 from tree_compile.ties import ties_of
-from tree_compile.unpacked import Unpacked, own_autocast_cache
+from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 _TO_CHOOSE_FROM = 64
 """Tokens to choose from: with many more, some two scores would be equal up to rounding."""
@@ -89,7 +89,7 @@ class CheckReport:
 
 
 def compare(
-    unpacked: Unpacked, plan: Plan, run: Callable[[Row], RowResult], program: Program,
+    plain: PlainModel, plan: Plan, run: Callable[[Row], RowResult], program: Program,
     parameters: Mapping[str, nn.Parameter],
 ) -> CheckReport:  # fmt: skip
     """Runs the sequences of `plan` through `run` and, one by one, through the model.
@@ -99,7 +99,7 @@ def compare(
     """
     with torch.inference_mode(False), torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
-        alone = _unpacked_side(unpacked, plan, program, weights, parameters)
+        alone = _unpacked_side(plain, plan, program, weights, parameters)
     worst, gradient_difference = _worst_gradient_of(packed, alone)
     return CheckReport(
         relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
@@ -133,7 +133,7 @@ def _packed_side(
 
 
 def _unpacked_side(
-    unpacked: Unpacked,
+    plain: PlainModel,
     plan: Plan,
     program: Program,
     weights: Sequence[Sequence[Tensor]],
@@ -141,9 +141,9 @@ def _unpacked_side(
 ) -> _Side:
     side = _Side([], {})
     for sequence, own_weights in enumerate(weights):
-        inputs = _sequence_inputs(plan, sequence, unpacked.input_names, program.device)
-        with plain_checkpoints(unpacked.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
-            parts = program.rewritten.without_batch(tensors_of(unpacked(inputs)))
+        inputs = _sequence_inputs(plan, sequence, plain.input_names, program.device)
+        with plain_checkpoints(plain.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
+            parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
         side.outputs.append([part.detach() for part in parts])
         for name, gradient in gradients_of([parts], [own_weights], parameters).items():
             side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient
@@ -167,7 +167,7 @@ def worst_gradient(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor])
 # The check of the first call
 
 
-def check_program(unpacked: Unpacked, program: Program) -> Program:
+def check_program(plain: PlainModel, program: Program) -> Program:
     """The program, once it has been compared with the model in the mode that the model is in.
 
     One that draws random numbers is compared without dropout, or in eval mode where it draws then too.
@@ -177,32 +177,30 @@ def check_program(unpacked: Unpacked, program: Program) -> Program:
         SelfCheckError: they differ by more than rounding.
     """
     if not program.rewritten.random:
-        self_check(unpacked, program)
-    elif not _checked_without_dropout(unpacked):
-        with evaluation(unpacked.model):
-            self_check(unpacked, make_program(unpacked, "eager"))
+        self_check(plain, program)
+    elif not _checked_without_dropout(plain):
+        with evaluation(plain.model):
+            self_check(plain, make_program(plain, "eager"))
     return replace(program, checked=True)
 
 
-def _checked_without_dropout(unpacked: Unpacked) -> bool:
+def _checked_without_dropout(plain: PlainModel) -> bool:
     """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
     with without_dropout():
-        calm = make_program(unpacked, "eager")
+        calm = make_program(plain, "eager")
         if not calm.rewritten.random:
-            self_check(unpacked, calm)
+            self_check(plain, calm)
     return not calm.rewritten.random
 
 
-def self_check(unpacked: Unpacked, program: Program) -> None:
+def self_check(plain: PlainModel, program: Program) -> None:
     """Runs a small random tree through the rewritten graph and through the model.
 
     Raises:
         SelfCheckError: they differ by more than rounding.
     """
-    plan = plan_rows(small_tree(program, unpacked.input_names), min_shared_tokens=1)
-    report = compare(
-        unpacked, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(unpacked.model))
-    )
+    plan = plan_rows(small_tree(program, plain.input_names), min_shared_tokens=1)
+    report = compare(plain, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(plain.model)))
     if not report.ok:
         raise _differs(report)
 

@@ -33,7 +33,7 @@ from tree_compile.passes.plan_inputs import (
     window_inputs,
 )
 from tree_compile.passes.positions import RewritePositions
-from tree_compile.passes.runner import Pass, Trail, readable, run_pass
+from tree_compile.passes.runner import Pass, Trail, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
@@ -180,7 +180,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
     graph_module, trail = captured.graph_module, Trail()
-    trail.stages["captured"] = readable(graph_module)
+    trail.note("captured", graph_module)
     _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize()), trail)
     longest = captured.limit.tokens if captured.limit is not None else None
     statics = find_static_values(graph_module, longest, reach)
@@ -191,7 +191,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     random = any(draws(node) for node in graph_module.graph.nodes)
     _run_passes(graph_module, (KeepAutocastOff(),), trail)
     carries_state = _without_unread_tree(graph_module)
-    trail.stages["rewritten"] = readable(graph_module)
+    trail.note("rewritten", graph_module)
     return Rewritten(
         graph_module=graph_module,
         output_form=captured.output_form,
@@ -234,7 +234,6 @@ def _without_unread_tree(graph_module: fx.GraphModule) -> bool:
     if reads_tree(graph_module.graph):
         return True
     remove_tree_inputs(graph_module.graph)
-    graph_module.recompile()
     return False
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from interleaved import seconds
+from helpers.timing import seconds_in_turn
 from torch import Tensor, nn
 
 from tree_compile import treecompile
@@ -75,7 +75,7 @@ def measured(tokens: int, rounds: int) -> dict[str, float]:
     """Time and memory of both forms."""
     # First: a process begins with the peak of the one that started it.
     peaks = {name: peak_bytes(name, tokens) for name in ("in_parts", "plain")}
-    in_parts, plain = (statistics.median(taken) for taken in seconds(list(steps(tokens).values()), rounds))
+    in_parts, plain = (statistics.median(taken) for taken in seconds_in_turn(list(steps(tokens).values()), rounds))
     return {
         "tokens": tokens, "in_parts_s": in_parts, "plain_s": plain,
         "time": in_parts / plain, "time_at_most": TIME_TARGET,

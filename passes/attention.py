@@ -172,7 +172,7 @@ class RewriteAttention:
         """Whether the hidden scores stay far below all others, whatever biases are added to both."""
         *_, table = self._combined(scores)
         visible, bias = split_mask(table)
-        fill = max(mask.fill for mask in scores.masks)
+        fill = max(scores.floor, *(mask.fill for mask in scores.masks))
         biases = [self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases]
         if bias is not None:
             fill = max(fill, float(torch.where(visible, -math.inf, table).max()))
@@ -185,10 +185,10 @@ class RewriteAttention:
         return kind.greatest
 
     def _factors_are_one(self, scores: Scores) -> bool:
-        """Whether every factor is 1 wherever something is visible, at each probed number of tokens."""
+        """Whether every factor is 1 where something is visible, and raises nothing that is hidden, at each probed T."""
         tables = [split_mask(table)[0] for table in self._combined(scores)]
         return all(
-            bool(((factor == 1) | ~visible).all())
+            bool(torch.where(visible, factor == 1, factor.abs() <= 1).all())
             for node in scores.factors
             for factor, visible in zip(self._samples(node), tables, strict=True)
         )

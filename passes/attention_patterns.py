@@ -51,8 +51,8 @@ class KeyBias:
 class Scores:
     """score = softcap(scale * q.k) + biases, softcap(x) = c * tanh(x / c); sinks are one more logit per head.
 
-    `factors` are pair tables that have to be 1 wherever the masks hide nothing. `chosen` is a node with the numbers of
-    the keys that are left of those, for every query; None where all are left.
+    `factors` are pair tables that have to be 1 wherever the masks hide nothing. No hidden score is below `floor`.
+    `chosen` is a node with the numbers of the keys that are left of those, for every query; None where all are left.
     """
 
     scale: float = 1.0
@@ -61,6 +61,7 @@ class Scores:
     masks: tuple[Mask, ...] = ()
     chosen: fx.Node | None = None
     factors: tuple[fx.Node, ...] = ()
+    floor: float = -math.inf
     key_biases: tuple[KeyBias, ...] = ()
     sinks: fx.Node | None = None
 
@@ -146,23 +147,23 @@ class _Reading:
     """Steps between the product q.k and the softmax, read from the softmax upwards."""
 
     factor_after: float = 1.0
-    bound: float | None = None
+    is_capped: bool = False
     factor: float = 1.0
     scores: Scores = Scores()
 
     @property
     def is_untouched(self) -> bool:
         """Whether the scores read so far go into the softmax as they are, but for biases."""
-        return self.bound is None and self.factor_after == 1.0
+        return not self.is_capped and self.factor_after == 1.0
 
     def scaled(self, factor: float) -> _Reading:
-        if self.bound is None:
+        if not self.is_capped:
             return replace(self, factor_after=self.factor_after * factor)
         return replace(self, factor=self.factor * factor)
 
     def finished(self) -> Scores:
         """As `scale` and `softcap`: post * tanh(pre * x) is c * tanh(scale * x / c) with c = post, scale = c * pre."""
-        if self.bound is None:
+        if not self.is_capped:
             return replace(self.scores, scale=self.factor_after)
         return replace(self.scores, softcap=self.factor_after, scale=self.factor_after * self.factor)
 
@@ -209,10 +210,10 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return args[0], reading
     if target in _SCALINGS and (scaled := _scaled(node, reading, statics)) is not None:
         return args[0], scaled
-    if _is_floor_below_all(node, statics):
-        return args[0], reading
-    if target is aten.tanh.default and reading.bound is None:
-        return args[0], replace(reading, bound=1.0)
+    if (floor := _floor_below_all(node, statics)) is not None:
+        return args[0], _raised_to(floor, reading)
+    if target is aten.tanh.default and not reading.is_capped:
+        return args[0], replace(reading, is_capped=True)
     if target is aten.add.Tensor:
         return _read_add(node, reading, statics)
     if target is aten.sub.Tensor and _is_maximum_over_keys(args[1], args[0]):
@@ -229,17 +230,23 @@ def _scaled(node: fx.Node, reading: _Reading, statics: StaticValues) -> _Reading
     factor: Any = node.args[1]
     if (number := number_of(factor, statics)) is not None:
         return reading.scaled(1.0 / number if node.target in _DIVISIONS else number)
-    if node.target is aten.mul.Tensor and isinstance(statics.kinds.get(factor), Pair) and reading.bound is None:
+    if node.target is aten.mul.Tensor and isinstance(statics.kinds.get(factor), Pair) and not reading.is_capped:
         return replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, factor)))
     return None
 
 
-def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:
-    """Whether it raises scores that are hidden, at the most, and leaves them hidden."""
+def _floor_below_all(node: fx.Node, statics: StaticValues) -> float | None:
+    """The number that a node raises scores to where they are below it: hidden ones at the most, which stay hidden."""
     if node.target not in _LEAST or len(node.args) != 2 or node.kwargs:
-        return False
+        return None
     floor = number_of(node.args[1], statics)
-    return floor is not None and floor <= HIDDEN_BELOW
+    return floor if floor is not None and floor <= HIDDEN_BELOW else None
+
+
+def _raised_to(floor: float, reading: _Reading) -> _Reading:
+    if not reading.is_untouched:
+        raise NoMatch("its scores are scaled after they were raised to a floor")
+    return replace(reading, scores=replace(reading.scores, floor=max(floor, reading.scores.floor)))
 
 
 def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
@@ -247,7 +254,7 @@ def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[
     first, second = given["self"], given["other"]
     if given["alpha"] != 1:
         raise NoMatch("a scaled addition to the scores is not known")
-    if not isinstance(second, fx.Node):
+    if not is_tensor(second):
         return first, _moved_by_a_constant(reading)
     is_second = second in statics.nodes or (first not in statics.nodes and _chooses_keys(second, statics))
     bias, rest = (second, first) if is_second else (first, second)
@@ -335,7 +342,7 @@ def _sizes(node: fx.Node) -> list[sympy.Expr]:
 
 def _moved_by_a_constant(reading: _Reading) -> _Reading:
     """The softmax does not see a number that is added to all scores of a query; a tanh or a sink does."""
-    if reading.bound is not None or reading.scores.sinks is not None:
+    if reading.is_capped or reading.scores.sinks is not None:
         raise NoMatch("a number is added to its scores before a softcap or beside a sink")
     return reading
 

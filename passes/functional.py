@@ -163,11 +163,11 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
 def _comes_from_length(arguments: Any) -> bool:
     """Whether the arguments are made from the number of tokens, and not from the tokens themselves."""
     nodes = [argument for argument in arguments if isinstance(argument, fx.Node)]
-    found = ancestors(nodes, ends=_is_size)
-    return any(_is_size(node) for node in found) and all(node.op != "placeholder" for node in found)
+    found = ancestors(nodes, ends=_reads_a_size)
+    return any(_reads_a_size(node) for node in found) and all(node.op != "placeholder" for node in found)
 
 
-def _is_size(node: fx.Node) -> bool:
+def _reads_a_size(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int
 
 

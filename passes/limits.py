@@ -11,7 +11,7 @@ from torch import fx
 
 from tree_compile.errors import SourceLine
 from tree_compile.passes.probing import evaluate_if_possible
-from tree_compile.passes.shapes import shape_of, token_factor, token_symbol
+from tree_compile.passes.shapes import Extent, extent, shape_of, token_symbol
 from tree_compile.passes.source import source_line
 from tree_compile.passes.static_values import FIRST_REACH, GREATEST_PAIR, Kind, Pair, StaticValues, Table
 
@@ -67,7 +67,7 @@ def _tokens_with_rows(node: fx.Node, kind: Kind, rows: int, statics: StaticValue
     if module is None or (value := evaluate_if_possible(module, set(statics.nodes), {node}, tokens)) is None:
         return None
     symbol = token_symbol(node.graph)
-    dims = [dim for dim, size in enumerate(shape_of(node)) if token_factor(size, symbol) == 1]
+    dims = [dim for dim, size in enumerate(shape_of(node)) if extent(size, symbol) == Extent(1)]
     beyond = ((value[node] >= rows) | (value[node] < -rows)).nonzero()
     return int(beyond[:, dims].amax(1).min()) if len(beyond) else None
 

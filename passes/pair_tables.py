@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 HIDDEN_BELOW = -1.0e4
-"""A score this low has weight zero after softmax, in every dtype."""
+"""A score this low is taken for hidden: the model's own scores are above half of it."""
 
 q, k = sympy.symbols("q k", integer=True, nonnegative=True)
 

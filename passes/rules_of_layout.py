@@ -267,6 +267,7 @@ def _split(step: Step) -> Result:
     known = step.value("self")
     if known.axes[step.dim(step["dim"], len(known.axes))] is not None:
         raise Mixes("it splits the tokens")
+    step.require_no_tokens("tensor_indices_or_sections")
     return (known,) * len(step.node.meta["val"])
 
 

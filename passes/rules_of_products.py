@@ -46,8 +46,17 @@ rule("linalg_norm aminmax quantile.scalar")(along("reduces"))
 rule("glu")(along("halves"))
 rule("softmax _softmax log_softmax _log_softmax special_softmax special_log_softmax")(along("takes a softmax"))
 rule("cumprod cummax cummin logcumsumexp")(along("accumulates"))
-rule("diff")(along("subtracts neighbours"))
 rule("topk")(along("selects"))
+
+
+@rule("diff")
+def _diff(step: Step) -> Value:
+    """Entries may be put before and after those of `self`."""
+    joined = [step.value(name) for name in ("self", "prepend", "append")]
+    axes = broadcast(joined)
+    if axes[step.dim(step["dim"], len(axes))] is not None:
+        raise Mixes("it subtracts neighbours along the tokens")
+    return Value(axes)
 
 
 @rule("layer_norm rms_norm _fused_rms_norm native_layer_norm")
@@ -64,6 +73,7 @@ def _batch_norm(step: Step) -> Value:
     known = step.value("input")
     if step["training"] or known.axes[1] is not None:
         raise Mixes("it normalizes over the tokens of the batch")
+    step.require_no_tokens(*_OF_CHANNELS)
     return known
 
 
@@ -74,7 +84,11 @@ def _group_norm(step: Step) -> Value:
         raise Mixes("it normalizes over the tokens")
     if step.arguments.get("running_mean") is not None and step["use_input_stats"] and known.has_tokens:
         raise Mixes("it keeps statistics of the tokens of the batch")
+    step.require_no_tokens(*_OF_CHANNELS)
     return known
+
+
+_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var")
 
 
 # Products
@@ -109,7 +123,7 @@ def _product(left: tuple[Axis | None, ...], right: tuple[Axis | None, ...]) -> V
     return Value((*lead, *rows, *columns))
 
 
-@rule("addmm.default baddbmm.default addbmm.default")
+@rule("addmm.default baddbmm.default")
 def _addmm(step: Step) -> Value:
     added, left, right = (step.plain(argument) for argument in step.node.args[:3])
     return Value(broadcast([added, _product(left.axes, right.axes)]))
@@ -167,15 +181,17 @@ def _bucketize(step: Step) -> Value:
 
 @rule("conv1d conv2d conv3d")
 def _convolution(step: Step) -> Value:
-    known = step.value("input")
+    known, window = step.value("input"), shape_of(step["weight"])[2:]
     step.require_no_tokens("weight", "bias")
-    if known.axes[1] is not None or any(
-        axis is not None and size != 1 for axis, size in zip(known.axes[2:], shape_of(step["weight"])[2:], strict=True)
+    # Without a batch, too, the channels come before what the kernel moves along.
+    channels, along_window = known.axes[-1 - len(window)], known.axes[-len(window) :]
+    if channels is not None or any(
+        axis is not None and size != 1 for axis, size in zip(along_window, window, strict=True)
     ):
         raise Mixes("it mixes neighbouring tokens")
     # A kernel of one token is not padded by "same".
     is_padded = not isinstance(step["padding"], str) and any(step["padding"])
-    if is_padded and any(axis is not None for axis in known.axes[2:]):
+    if is_padded and any(axis is not None for axis in along_window):
         raise Mixes("it shifts or extends the tokens")
     return known
 

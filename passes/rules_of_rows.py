@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from tree_compile.passes.axes import (
     BLANK,
     TOKENS,
     Axis,
     Chosen,
+    Content,
     Counts,
     Keys,
     Mixes,
@@ -24,9 +26,10 @@ from tree_compile.passes.axes import (
     broadcast,
     unify,
 )
+from tree_compile.passes.nodes import arguments, operator_name
 from tree_compile.passes.rules_of_products import along
 from tree_compile.passes.shapes import shape_of
-from tree_compile.passes.token_rules import RULES_OF_OTHERS, Result, Step, rule
+from tree_compile.passes.token_rules import HOLD_ROW_NUMBERS, RULES_OF_OTHERS, Result, Step, rule
 
 _BY_NUMBERS = "rows by numbers that may belong to other tokens"
 
@@ -44,7 +47,9 @@ def _sort(step: Step) -> Result:
         raise Mixes("it sorts the tokens")
     sorted_axis = replace(axis, order=step.node)
     numbers = Value((sorted_axis,), RowNumber(axis))
-    return (Value((sorted_axis,), Keys(step.node)), numbers) if _is_pair(step) else numbers
+    # Counts by key say where the entries of each key end only if the keys grow.
+    keys = Value((sorted_axis,), None if step["descending"] else Keys(step.node))
+    return (keys, numbers) if _is_pair(step) else numbers
 
 
 def _inverse_of(step: Step, axis: Axis) -> Result:
@@ -59,20 +64,52 @@ def _is_pair(step: Step) -> bool:
     return isinstance(step.node.meta["val"], (tuple, list))
 
 
-@rule("histc.default")
+@rule("histc.default", counts=True)
 def _histc(step: Step) -> Value:
-    content = step.raw(step["self"]).content
-    if isinstance(content, Keys) and step["min"] == 0 and step["max"] == step["bins"] - 1:
-        return Value((None,), Counts(content.order))
-    return _counted(step)
+    keys = step.raw(step["self"])
+    if not _are_all_keys(keys) or step["min"] != 0 or step["max"] != step["bins"] - 1:
+        return _counted(step)
+    if not _is_never_negative(keys.content.order.args[0]):  # type: ignore[union-attr]
+        raise Mixes("it leaves out keys below 0, which no step before the sort rules out")
+    return Value((None,), Counts(keys.content.order))  # type: ignore[union-attr]
 
 
 @rule("bincount.default")
 def _bincount(step: Step) -> Value:
-    content = step.raw(step["self"]).content
-    if isinstance(content, Keys) and step["weights"] is None:
-        return Value((None,), Counts(content.order))
+    step.require_no_tokens("weights")
     return _counted(step)
+
+
+def _are_all_keys(known: Value) -> bool:
+    """Whether it is the sorted values of a sort, each of them once."""
+    (axis, *others) = known.axes or (None,)
+    return isinstance(known.content, Keys) and not others and axis is not None and axis.order is known.content.order
+
+
+def _is_never_negative(node: Any) -> bool:
+    """Whether numbers are at least 0 by what made them: mostly, they number the experts that a router chose."""
+    name, given = operator_name(node), arguments(node)
+    if name in _NUMBERINGS or (name == "getitem" and node.args[1] == 1 and operator_name(node.args[0]) in _CHOICES):
+        return True
+    if name == "clamp" and isinstance(given["min"], (int, float)):
+        return bool(given["min"] >= 0)
+    if name == "remainder":
+        return isinstance(given["other"], (int, float)) and given["other"] > 0
+    if node.op == "get_attr":
+        value = attrgetter(node.target)(node.graph.owning_module)
+        return not isinstance(value, nn.Parameter) and bool((value >= 0).all())
+    # A cast to a small dtype makes great numbers negative.
+    keeps = name in _MOVES and node.meta["val"].dtype in HOLD_ROW_NUMBERS
+    return keeps and _is_never_negative(node.args[0])
+
+
+_NUMBERINGS = {"argmax", "argmin", "argsort", "one_hot"}
+_CHOICES = {"topk", "sort", "max", "min"}
+_MOVES = {
+    "to", "_to_copy", "clone", "contiguous", "alias", "detach", "view", "reshape", "_unsafe_view", "flatten", "t",
+    "unsqueeze", "squeeze", "transpose", "permute", "select", "slice", "expand", "index", "index_select", "gather",
+    "embedding",
+}  # fmt: skip
 
 
 def _counted(step: Step) -> Value:
@@ -82,10 +119,10 @@ def _counted(step: Step) -> Value:
     return Value((None,))
 
 
-@rule("cumsum.default")
+@rule("cumsum.default", counts=True)
 def _cumsum(step: Step) -> Result:
     known = step.raw(step["self"])
-    if isinstance(known.content, Counts) and len(known.axes) == 1:
+    if isinstance(known.content, Counts):
         return Value((None,), Offsets(known.content.order))
     return _CUMSUM(step)
 
@@ -115,19 +152,21 @@ def _index(step: Step) -> Value:
     rest = [axis for place, axis in enumerate(known.axes) if place not in used]
     adjacent = used == list(range(used[0], used[-1] + 1))
     front = used[0] if adjacent else 0
-    content = known.content if len(known.axes) == 1 else None
-    if known.content is not None and content is None:
+    return Value((*rest[:front], *picked, *rest[front:]), _content_of_entries(known))
+
+
+def _content_of_entries(known: Value) -> Content | None:
+    """What the numbers of entries that are taken out of a value mean."""
+    if known.content is not None and len(known.axes) > 1:
         raise Mixes("it takes parts of row numbers")
-    return Value((*rest[:front], *picked, *rest[front:]), content)
+    return known.content
 
 
 def _chosen_entries(known: Value, mask: Any, chosen: Value) -> Value:
     """The entries that a mask of the leading dimensions chooses."""
     count = len(chosen.axes)
     _chosen_place([unify(pair) for pair in zip(known.axes[:count], chosen.axes, strict=True)], chosen)
-    if known.content is not None and len(known.axes) > 1:
-        raise Mixes("it takes parts of row numbers")
-    return Value((Axis(1, 1, Chosen(mask)), *known.axes[count:]), known.content)
+    return Value((Axis(1, 1, Chosen(mask)), *known.axes[count:]), _content_of_entries(known))
 
 
 def _chosen_place(axes: Sequence[Axis | None], chosen: Value) -> int:
@@ -182,8 +221,7 @@ def _index_select(step: Step) -> Value:
     known = step.raw(step["self"])
     place = step.dim(step["dim"], len(known.axes))
     picked = _taken(step, known, place, step["index"]).axes
-    content = known.content if len(known.axes) == 1 else None
-    return Value((*known.axes[:place], *picked, *known.axes[place + 1 :]), content)
+    return Value((*known.axes[:place], *picked, *known.axes[place + 1 :]), _content_of_entries(known))
 
 
 @rule("index_put.default")

@@ -37,6 +37,14 @@ class Trail:
 
     stages: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    _last: tuple[str, str] = ("", "")
+
+    def note(self, stage: str, graph_module: fx.GraphModule) -> None:
+        """Brings the code up to date, and keeps its text, which is slow to write: most passes change nothing."""
+        code = graph_module.recompile()
+        if code.src != self._last[0]:
+            self._last = code.src, _readable(graph_module, code.globals)
+        self.stages[stage] = self._last[1]
 
 
 def run_pass(graph_module: fx.GraphModule, graph_pass: Pass, trail: Trail) -> None:
@@ -44,8 +52,7 @@ def run_pass(graph_module: fx.GraphModule, graph_pass: Pass, trail: Trail) -> No
     trail.findings += graph_pass(graph_module)
     remove_unused(graph_module.graph)
     graph_module.graph.lint()
-    graph_module.recompile()
-    trail.stages[graph_pass.name] = readable(graph_module)
+    trail.note(graph_pass.name, graph_module)
 
 
 def remove_unused(graph: fx.Graph) -> None:
@@ -55,14 +62,13 @@ def remove_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def readable(graph_module: fx.GraphModule) -> str:
+def _readable(graph_module: fx.GraphModule, names: Mapping[str, Any]) -> str:
     """The graph as runnable Python, with the shapes of its values and the lines that they come from.
 
     `forward` of the class can be called with the model itself as `self`.
     """
     code = graph_module.print_readable(print_output=False)
-    globals_ = graph_module.graph.python_code("self").globals
-    used = {name: value for name, value in globals_.items() if re.search(rf"\b{name}\b", code)}
+    used = {name: value for name, value in names.items() if re.search(rf"\b{name}\b", code)}
     return "\n".join([*_imports(used), "", "", code.strip(), ""])
 
 

@@ -32,15 +32,6 @@ def size_expression(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.Integer(size)
 
 
-def token_factor(size: Any, symbol: sympy.Symbol) -> int:
-    """f where `size` is f * T; 0 where it does not mention T; -1 where it is anything else."""
-    expression = size_expression(size)
-    if not expression.free_symbols:
-        return 0
-    factor = sympy.cancel(expression / symbol)
-    return int(factor) if factor.is_Integer and factor > 0 else -1
-
-
 @dataclass(frozen=True)
 class Extent:
     """The size `factor * T`, or with a `window` of m tokens `factor * (T // m) - fewer`; factor 0 is a plain number."""
@@ -52,10 +43,12 @@ class Extent:
 
 def extent(size: Any, symbol: sympy.Symbol) -> Extent | None:
     """How `size` mentions T; None where it does so in any other way."""
-    factor = token_factor(size, symbol)
-    if factor >= 0:
-        return Extent(factor)
     expression = size_expression(size)
+    if not expression.free_symbols:
+        return Extent()
+    factor = sympy.cancel(expression / symbol)
+    if factor.is_Integer and factor > 0:
+        return Extent(int(factor))
     for windows in expression.atoms(FloorDiv):
         tokens, window = windows.args
         for fewer in (0, 1):

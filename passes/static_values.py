@@ -20,14 +20,7 @@ from tree_compile.passes.draws import draws
 from tree_compile.passes.lengths import changed_at_some_length, is_prefix, same_steps, say_the_same, that_may_change
 from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
 from tree_compile.passes.probing import probe
-from tree_compile.passes.shapes import (
-    extent,
-    is_tensor,
-    shape_of,
-    token_factor,
-    token_symbol,
-    window_beside_tokens,
-)
+from tree_compile.passes.shapes import Extent, extent, is_tensor, shape_of, token_symbol, window_beside_tokens
 
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
@@ -149,7 +142,7 @@ def find_static_values(
     symbol = token_symbol(graph_module.graph)
     nodes = static_nodes(graph_module)
     frontier = _shared_frontier(graph_module.graph, nodes, symbol)
-    wide = {node for node in frontier if sum(token_factor(size, symbol) != 0 for size in shape_of(node)) > 1}
+    wide = {node for node in frontier if sum(extent(size, symbol) != Extent() for size in shape_of(node)) > 1}
     may_change = that_may_change(graph_module.graph, nodes, symbol)
     search = _Search(graph_module, nodes, symbol, may_change, longest, reach)
     kinds: dict[fx.Node, Kind] = {}
@@ -266,13 +259,12 @@ def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
     if node.target not in (torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor):
         return False
     source: Any = node.args[0]
-    before, after = ([token_factor(size, symbol) for size in shape_of(value)] for value in (source, node))
-    if source.op != "call_function" or any(sorted(set(factors)) not in ([1], [0, 1]) for factors in (before, after)):
-        return False
-    if before.count(1) != 1 or after.count(1) != 1:
+    before, after = ([extent(size, symbol) for size in shape_of(value)] for value in (source, node))
+    is_table = all(found.count(Extent(1)) == 1 and found.count(Extent()) == len(found) - 1 for found in (before, after))
+    if source.op != "call_function" or not is_table:
         return False
     is_unsqueezed = node.target is torch.ops.aten.unsqueeze.default
-    return is_unsqueezed or arguments(node)["dim"] % len(before) != before.index(1)
+    return is_unsqueezed or arguments(node)["dim"] % len(before) != before.index(Extent(1))
 
 
 # Meaning

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError, UnknownOpError
-from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Mixes, Value
+from tree_compile.passes.axes import BLANK, TOKENS, Axis, Chosen, Counts, Mixes, Offsets, Value
 from tree_compile.passes.draws import draws
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.plan_inputs import OUTSIDE
 from tree_compile.passes.shapes import Extent, extent, is_size, is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import source_line
-from tree_compile.passes.token_rules import TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
+from tree_compile.passes.token_rules import COUNT, TAKE_SIZES, USES_LENGTH, Result, Step, rule_of
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,20 @@ def _apply(node: fx.Node, known: Mapping[fx.Node, Result], symbol: sympy.Symbol)
             return _without_tokens(step)
         if rule not in TAKE_SIZES and any(is_size(source) for source in node.all_input_nodes):
             raise Mixes(USES_LENGTH)
-        return rule(step)
+        result = rule(step)
+        _require_all_read(step)
+        return result
     except Mixes as error:
         if str(error) == USES_LENGTH and any(map(_is_read, node.all_input_nodes)):
             raise _reads_a_number(node) from None
         raise _mixing(node, str(error)) from None
+
+
+def _require_all_read(step: Step) -> None:
+    """A rule cannot have taken into account what it never asked for."""
+    for name, tensor in step.unread():
+        if step.raw(tensor).has_tokens:
+            raise Mixes(f"its {name} depends on the tokens")
 
 
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -107,16 +116,24 @@ def _without_tokens(step: Step) -> Result:
 
 
 def _checked(node: fx.Node, result: Result, symbol: sympy.Symbol) -> Result:
-    """The rules are checked against the sizes that the capture knows."""
-    values = result if isinstance(result, tuple) else (result,)
-    metas = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    """The rules are checked against the sizes that the capture knows; one value stands for all results of a node."""
+    given = node.meta["val"]
+    metas = given if isinstance(given, (tuple, list)) else (given,)
+    values = result if isinstance(result, tuple) else (result,) * len(metas)
     for value, meta in zip(values, metas, strict=True):
-        if sum(axis is not None for axis in value.axes) > 1:
-            raise _mixing(node, "it relates every token to every other, and is not an attention that can be rewritten")
-        extents = [extent(size, symbol) for size in meta.shape]
-        if len(extents) != len(value.axes) or not all(map(_fits, extents, value.axes)):
-            raise _mixing(node, "the sizes of its result do not fit to the tokens that go into it")
-    return result
+        if isinstance(meta, Tensor):
+            _check(node, value, meta, symbol)
+    return values if isinstance(given, (tuple, list)) else values[0]
+
+
+def _check(node: fx.Node, value: Value, meta: Tensor, symbol: sympy.Symbol) -> None:
+    if sum(axis is not None for axis in value.axes) > 1:
+        raise _mixing(node, "it relates every token to every other, and is not an attention that can be rewritten")
+    extents = [extent(size, symbol) for size in meta.shape]
+    if len(extents) != len(value.axes) or not all(map(_fits, extents, value.axes)):
+        raise _mixing(node, "the sizes of its result do not fit to the tokens that go into it")
+    if isinstance(value.content, (Counts, Offsets)) and rule_of(node.target) not in COUNT:
+        raise _mixing(node, "it takes parts of counts over the tokens, or moves them")
 
 
 def _fits(found: Extent | None, axis: Axis | None) -> bool:
@@ -134,7 +151,7 @@ def _require_per_token(node: fx.Node, known: Mapping[fx.Node, Result]) -> None:
         assert isinstance(value, Value)
         has_batch = [size_expression(size) for size in shape_of(result)[:1]] == [1]
         leading = value.axes[: 2 if has_batch else 1]
-        if value.content is not None or leading not in ((None, TOKENS), (TOKENS,), (TOKENS, None)):
+        if value.content is not None or leading not in ((None, TOKENS), (TOKENS,)):
             raise _mixing(result, "the model returns it, and it is not one value for every token")
 
 

@@ -8,7 +8,7 @@ Here are those that work element by element; `rules_of_layout`, `rules_of_produc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -22,6 +22,7 @@ from tree_compile.passes.axes import (
     Value,
     broadcast,
 )
+from tree_compile.passes.nodes import operator_name
 from tree_compile.passes.shapes import Extent, extent, is_size, is_tensor, shape_of, size_expression
 
 aten = torch.ops.aten
@@ -38,12 +39,14 @@ class Step:
         known: what is known of every tensor before it.
         symbol: T.
         arguments: the node's arguments by the names of its operator's schema, defaults filled in.
+        read: the tensors among them that the rule has asked for.
     """
 
     node: fx.Node
     known: Mapping[fx.Node, Result]
     symbol: sympy.Symbol
     arguments: Mapping[str, Any]
+    read: set[fx.Node] = field(default_factory=set)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -58,6 +61,7 @@ class Step:
             return Value(())
         if is_size(argument):
             raise Mixes(USES_LENGTH)
+        self.read.add(argument)
         known = self.known[argument]
         assert isinstance(known, Value)
         return known
@@ -106,6 +110,21 @@ class Step:
             if self.raw(self.arguments.get(name)).has_tokens:
                 raise Mixes(f"its {name} depends on the tokens")
 
+    def unread(self) -> list[tuple[str, fx.Node]]:
+        """The tensors that the rule has not asked for, though their numbers count, and the arguments that they are in.
+
+        A function without a schema is one of this package's, which takes tensors of the plan.
+        """
+        if not hasattr(self.node.target, "_schema"):
+            return []
+        of_shape = SHAPE_ALONE.get(operator_name(self.node))
+        return [
+            (name, leaf)
+            for name, argument in self.arguments.items()
+            for leaf in _leaves([argument], {})
+            if name != of_shape and is_tensor(leaf) and leaf not in self.read
+        ]
+
 
 Rule = Callable[[Step], Result]
 RULES: dict[Any, Rule] = {}
@@ -113,6 +132,14 @@ RULES_OF_OTHERS: dict[str, Rule] = {}
 """Rules of operators that other libraries register, by name, since they need not be installed."""
 TAKE_SIZES: set[Rule] = set()
 """Rules that look at arguments that depend on T themselves; such an argument of any other operation is refused."""
+COUNT: set[Rule] = set()
+"""Rules whose result may be counts over a sort, or sums of them; from any other, they may be those of another sort."""
+SHAPE_ALONE = {
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), "self"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), "self"),
+    **dict.fromkeys(("expand_as", "view_as", "reshape_as", "to"), "other"),
+}
+"""By the names of operators, the argument of which they take no numbers."""
 
 
 def register_token_rule(operator: Any, rule: Rule) -> None:
@@ -142,13 +169,18 @@ def operators(names: str) -> list[Any]:
     return found
 
 
-def rule(names: str, *, takes_sizes: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators of aten, named as for `operators`; `takes_sizes` puts it into TAKE_SIZES."""
+def rule(names: str, *, takes_sizes: bool = False, counts: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for operators of aten, named as for `operators`.
+
+    `takes_sizes` puts it into TAKE_SIZES, `counts` into COUNT.
+    """
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(operators(names), function))
         if takes_sizes:
             TAKE_SIZES.add(function)
+        if counts:
+            COUNT.add(function)
         return function
 
     return register
@@ -190,15 +222,15 @@ rule(
 )(elementwise)
 
 
-@rule("to _to_copy clone contiguous alias detach lift_fresh_copy")
+@rule("to _to_copy clone contiguous alias detach lift_fresh_copy", counts=True)
 def _same(step: Step) -> Value:
     known = step.raw(step["self"])
-    if known.content is not None and step.node.meta["val"].dtype not in _HOLDS_ROW_NUMBERS:
+    if known.content is not None and step.node.meta["val"].dtype not in HOLD_ROW_NUMBERS:
         return step.value("self")
     return known
 
 
-_HOLDS_ROW_NUMBERS = {torch.int32, torch.int64, torch.float32, torch.float64}
+HOLD_ROW_NUMBERS = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 
 @rule("floor_divide div.Tensor_mode div.Scalar_mode")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "DEMO_ROW_TOKENS",
     "MIN_SHARED_TOKENS",
     "OBJECTIVES",
     "PLAN_SECONDS",
@@ -23,6 +24,8 @@ PLAN_SECONDS = 0.15
 """How long rows are improved where nothing else is said."""
 MIN_SHARED_TOKENS = 64
 """The fewest tokens of a shared segment where nothing else is said."""
+DEMO_ROW_TOKENS = 16_384
+"""The most tokens in a row of `treecompile demo` where nothing else is said and no rollout has more."""
 _MOST = 2**62
 """Greater counts mean the same, and sums with them would not fit in 64 bits."""
 

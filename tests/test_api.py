@@ -31,7 +31,7 @@ def tree_model(model: nn.Module) -> TreeModel:
 
 def assert_exact(out: Any, model: nn.Module, sequences: list[list[int]] = SEQUENCES) -> None:
     for i, tokens in enumerate(sequences):
-        assert torch.allclose(out.logits[i], model(torch.tensor([tokens]))[0], rtol=0, atol=1e-6)
+        assert torch.allclose(out.logits[i], model(torch.tensor([tokens]))[0], rtol=0, atol=1e-12)
 
 
 class Returning(nn.Module):
@@ -231,10 +231,13 @@ def test_payloads_share_a_prefix_only_where_they_agree() -> None:
 
 
 def test_loss_over_outputs_gives_gradients_in_the_original_parameters(tree_model: TreeModel, model: nn.Module) -> None:
-    model.zero_grad()
+    parameters = list(model.parameters())
     out = tree_model(SEQUENCES)
-    sum(out.logits[i].square().sum() for i in range(len(SEQUENCES))).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    found = torch.autograd.grad(sum(out.logits[i].square().sum() for i in range(len(SEQUENCES))), parameters)
+    alone = [model(torch.tensor([tokens])) for tokens in SEQUENCES]
+    expected = torch.autograd.grad(sum(logits.square().sum() for logits in alone), parameters)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_no_grad_builds_no_graph(tree_model: TreeModel) -> None:

@@ -65,14 +65,14 @@ def test_self_check_catches_a_sibling_that_is_left_visible(model: nn.Module, mon
         treecompile(model, backend="eager")(SEQUENCES)
 
 
-def test_self_check_can_be_turned_off(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_check_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, attention_that_sees_siblings, RULES[attention.tree_attention])
     monkeypatch.setattr(attention, "tree_attention", attention_that_sees_siblings)
-    assert len(treecompile(model, backend="eager", self_check=False)(SEQUENCES)) == 2
+    assert len(treecompile(tiny_model("llama"), backend="eager", self_check=False)(SEQUENCES)) == 2
 
 
-def test_self_check_leaves_modes_and_random_numbers_as_they_were(model: nn.Module) -> None:
-    model.train()
+def test_self_check_leaves_modes_and_random_numbers_as_they_were() -> None:
+    model = tiny_model("llama").train()
     state = torch.get_rng_state()
     treecompile(model, backend="eager")(SEQUENCES)
     assert torch.equal(torch.get_rng_state(), state)

@@ -17,6 +17,7 @@ from tree_compile.calls import (
     default_keywords,
     unsupported,
 )
+from tree_compile.comparison import trained_parameters
 from tree_compile.explain import Explanation, explain
 from tree_compile.modes import evaluation
 from tree_compile.output import TreeOutput
@@ -28,9 +29,9 @@ from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.sequences import TOKENS, Sequences, input_names
-from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree, trained_parameters
+from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree
 from tree_compile.state import Entry, State, state_of
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import PlainModel
 
 _Place = tuple[tuple[str, ...], tuple[bool, ...], tuple[Entry, ...]]
 """Names of the inputs, modes of the modules, and settings of torch: each has a program of its own."""
@@ -173,8 +174,8 @@ class TreeModel(nn.Module):
             program = self._program(tuple(plan.rows[0].inputs), plan.rows)
             for row in plan.rows:
                 check_row(row, program.rewritten)
-            unpacked = self._unpacked(tuple(plan.rows[0].inputs))
-            return compare(unpacked, plan, program.run, program, trained_parameters(self.unpacked))
+            plain = self._plain(tuple(plan.rows[0].inputs))
+            return compare(plain, plan, program.run, program, trained_parameters(self.unpacked))
 
     def train(self, mode: bool = True) -> TreeModel:
         """Sets the mode of the model, as `nn.Module.train`."""
@@ -198,8 +199,8 @@ class TreeModel(nn.Module):
             return (sequences,)
         return sequences.rows if isinstance(sequences, Plan) else self.plan(sequences).rows
 
-    def _unpacked(self, input_names: tuple[str, ...]) -> Unpacked:
-        return Unpacked(self.unpacked, input_names, self._keywords)
+    def _plain(self, input_names: tuple[str, ...]) -> PlainModel:
+        return PlainModel(self.unpacked, input_names, self._keywords)
 
     def _last_inputs(self) -> tuple[str, ...]:
         return next((names for names, *_ in reversed(self._programs)), (TOKENS,))
@@ -207,23 +208,23 @@ class TreeModel(nn.Module):
     def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
         """The program for the model as it is now, and for the sequences of `rows`."""
         with self._making:
-            unpacked, longest = self._unpacked(input_names), _longest(rows)
-            place = self._current(unpacked)
+            plain, longest = self._plain(input_names), _longest(rows)
+            place = self._current(plain)
             if any(longest > limit.tokens for limit in self._programs[place][1].rewritten.limits):
                 # A cache may have ended there, as long as the sequences that the model has seen.
-                grow(unpacked, longest)
-                place = self._current(unpacked)
+                grow(plain, longest)
+                place = self._current(plain)
             state, program = self._programs[place]
-            self._programs[place] = state, self._made_sure(program, unpacked, rows)
+            self._programs[place] = state, self._made_sure(program, plain, rows)
             return self._programs[place][1]
 
-    def _current(self, unpacked: Unpacked) -> _Place:
+    def _current(self, plain: PlainModel) -> _Place:
         """Where the program is for the state that the model is in; that of an earlier state gives way to it."""
         state = self._state()
-        place = (unpacked.input_names, *state[:2])
+        place = (plain.input_names, *state[:2])
         if place not in self._programs or self._programs[place][0] != state:
             self._programs.pop(place, None)
-            program = self._make(unpacked)
+            program = self._make(plain)
             # The first calls of a model may fill caches.
             self._programs[place] = self._state(), program
         return place
@@ -231,21 +232,21 @@ class TreeModel(nn.Module):
     def _state(self) -> State:
         return state_of(self.unpacked, self._keywords)
 
-    def _make(self, unpacked: Unpacked) -> Program:
-        check_not_wrapped(unpacked.model)
-        check_inputs(unpacked.input_names)
-        program = make_program(unpacked, self._backend)
-        return check_program(unpacked, program) if self._self_check else program
+    def _make(self, plain: PlainModel) -> Program:
+        check_not_wrapped(plain.model)
+        check_inputs(plain.input_names)
+        program = make_program(plain, self._backend)
+        return check_program(plain, program) if self._self_check else program
 
-    def _made_sure(self, program: Program, unpacked: Unpacked, rows: Sequence[Row]) -> Program:
+    def _made_sure(self, program: Program, plain: PlainModel, rows: Sequence[Row]) -> Program:
         """The program with what has to be proved or checked for the lengths of the sequences."""
         longest = _longest(rows)
         proved = program.rewritten.proved
         if proved is not None and longest > proved:
-            program = prove_further(program, unpacked, self._backend, longest)
+            program = prove_further(program, plain, self._backend, longest)
         # A capture assumes two tokens at least: code for one token alone is seen by the check only.
         has_to_be = self._self_check or any(int(row.sequence_length.min()) == 1 for row in rows)
-        return check_program(unpacked, program) if has_to_be and not program.checked else program
+        return check_program(plain, program) if has_to_be and not program.checked else program
 
 
 def _longest(rows: Sequence[Row]) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from tree_compile.passes.head import Head
 from tree_compile.passes.mixers import runs_kernels
-from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.patches import replaced
 from tree_compile.runtime.mixers import MIXERS
 
@@ -187,8 +187,9 @@ def _derive_sizes(
     graph: fx.Graph, section: fx.Graph, copies: dict[fx.Node, fx.Node], inputs: list[fx.Node]
 ) -> list[fx.Node]:
     """A section reads T off a tensor that it takes anyway, so that no number crosses between sections."""
-    sizes = [node for node in inputs if node.target is torch.ops.aten.sym_size.int]
-    carrier = _carrier(inputs, token_symbol(graph))
+    symbol = token_symbol(graph)
+    sizes = [node for node in inputs if is_size(node) and size_expression(node.meta["val"]) == symbol]
+    carrier = _carrier(inputs, symbol)
     if carrier is None:
         return inputs
     for node in sizes:

@@ -52,7 +52,7 @@ from tree_compile.questions import answered_as_outside
 from tree_compile.rehearsal import untouched
 from tree_compile.signature import wrong_call
 from tree_compile.swallowed import nothing_swallowed
-from tree_compile.unpacked import Unpacked, own_random_numbers
+from tree_compile.unpacked import PlainModel, own_random_numbers
 from tree_compile.watch import watching
 
 
@@ -114,26 +114,26 @@ class _Seen:
 class _Flat(nn.Module):
     """Calls the model and flattens what it returns."""
 
-    def __init__(self, unpacked: Unpacked) -> None:
+    def __init__(self, plain: PlainModel) -> None:
         super().__init__()
-        self.model = unpacked.model
-        self.unpacked = unpacked
+        self.model = plain.model
+        self.plain = plain
         # An object of its own: torch.export undoes changes to attributes, lists and dicts of a module.
         self.seen = _Seen()
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        output = self.unpacked(values)
+        output = self.plain(values)
         leaves, spec = pytree.tree_flatten(output)
         constants = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         self.seen.output_form = OutputForm(spec, constants)
         return tuple(tensors_of(output))
 
 
-def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
+def capture(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
     """Captures a model in the mode (training or not) that its modules are in.
 
     Args:
-        unpacked: the model.
+        plain: the model.
         example: inputs int64 `(1, T)`, with a T that no dimension of the model's parameters has.
 
     Raises:
@@ -145,28 +145,28 @@ def capture(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
         UnsupportedArgumentError: the model's forward does not take an argument that it is given.
         UnsupportedOutputError: the output holds something else than tensors and plain constants.
     """
-    flat = _Flat(unpacked)
+    flat = _Flat(plain)
     program = _export(flat, example)
     output_form = flat.seen.output_form
     assert output_form is not None
-    _require_plain_constants(output_form, unpacked.model)
+    _require_plain_constants(output_form, plain.model)
     with _quiet():
         exported = program.module(check_guards=False)
-    _require_computed(exported, unpacked.model)
-    same_at = partial(_same_at, unpacked, exported)
+    _require_computed(exported, plain.model)
+    same_at = partial(_same_at, plain, exported)
     limit, short, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1], same_at)
-    graph_module = _under_own_names(exported, unpacked.input_names)
+    graph_module = _under_own_names(exported, plain.input_names)
     return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)
 
 
-def _same_at(unpacked: Unpacked, exported: fx.GraphModule, tokens: int) -> bool:
+def _same_at(plain: PlainModel, exported: fx.GraphModule, tokens: int) -> bool:
     """Whether graph and model compute the same for sequences of `tokens` tokens, with the same random numbers."""
-    ids = torch.arange(tokens, device=unpacked.device)[None] % 2
-    values = tuple(ids.clone() for _ in unpacked.input_names)
+    ids = torch.arange(tokens, device=plain.device)[None] % 2
+    values = tuple(ids.clone() for _ in plain.input_names)
     results = []
-    for compute in (unpacked, lambda inputs: exported(*inputs)):
+    for compute in (plain, lambda inputs: exported(*inputs)):
         # The graph still writes what the model writes.
-        with torch.no_grad(), untouched(unpacked.model):
+        with torch.no_grad(), untouched(plain.model):
             try:
                 results.append(tensors_of(compute(values)))
             except Exception:
@@ -182,15 +182,15 @@ def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedPr
     try:
         with (
             _quiet(), _lines_of_the_model(fixed), _lines_of_data(detached), capturable(flat.model),
-            kept_whole(flat.model), watching(flat.model), own_random_numbers(flat.unpacked.device),
+            kept_whole(flat.model), watching(flat.model), own_random_numbers(flat.plain.device),
             answered_as_outside(), nothing_swallowed(),
         ):  # fmt: skip
             return torch.export.export(flat, example, dynamic_shapes=dynamic, strict=False)
     except TreeCompileError:
         raise
     except Exception as error:
-        given = (*flat.unpacked.input_names[1:], *flat.unpacked.keywords)
-        misfit = wrong_call(flat.unpacked) if isinstance(error, TypeError) else None
+        given = (*flat.plain.input_names[1:], *flat.plain.keywords)
+        misfit = wrong_call(flat.plain) if isinstance(error, TypeError) else None
         raise misfit or _misfit_argument(error, given) or _explained(error, fixed, detached) from error
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tree_compile.errors import TreeCompileError
-from tree_compile.runtime.options import OBJECTIVES, PLAN_SECONDS
+from tree_compile.runtime.options import DEMO_ROW_TOKENS, MIN_SHARED_TOKENS, OBJECTIVES, PLAN_SECONDS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -90,7 +90,8 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     demo.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; bundled ones if left out")
     demo.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     demo.add_argument("--steps", type=_at_least(2), default=3, metavar="N", help="training steps (default: 3)")
-    demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help="most tokens in a row (default: 16384)")
+    help_text = f"most tokens in a row (default: {DEMO_ROW_TOKENS})"
+    demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help=help_text)
     demo.set_defaults(run=_demo)
 
 
@@ -115,8 +116,8 @@ def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
     pack = commands.add_parser("pack", parents=[common], help="plan the rows of a file", description=text)
     pack.add_argument("file", type=Path, metavar="FILE", help=_ROLLOUTS_HELP)
     pack.add_argument("--row-tokens", type=_at_least(1), metavar="N", help="most tokens in a row; one row if left out")
-    help_text = "shared segments with fewer tokens are copied (default: 64)"
-    pack.add_argument("--min-shared-tokens", type=_at_least(1), default=64, metavar="N", help=help_text)
+    help_text = f"shared segments with fewer tokens are copied (default: {MIN_SHARED_TOKENS})"
+    pack.add_argument("--min-shared-tokens", type=_at_least(1), default=MIN_SHARED_TOKENS, metavar="N", help=help_text)
     help_text = "what there should be few of (default: rows)"
     pack.add_argument("--objective", choices=OBJECTIVES, default="rows", help=help_text)
     help_text = f"how long rows are improved (default: {PLAN_SECONDS})"

@@ -1,15 +1,16 @@
-"""The tensors of an output, and how far those of two outputs are from each other."""
+"""The tensors of an output, their gradients, and how far those of two outputs are from each other."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _FILL = 10_000.0
@@ -17,6 +18,9 @@ _FILL = 10_000.0
 _LEAST = 1e-3
 """Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0."""
 
+GRADIENT_ROUNDING = 10
+"""A gradient is a sum of more terms than an output."""
+_MOST_GRADIENTS = 1 << 26
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
@@ -83,3 +87,50 @@ def relative_difference(found: Iterable[Sequence[Tensor]], expected: Iterable[Se
         return math.inf
     gaps = [[gap(a, b) for a, b in zip(ours, theirs, strict=True)] for ours, theirs in rows]
     return max(relative([functools.reduce(Gap.__or__, own) for own in zip(*gaps, strict=True)]), default=0.0)
+
+
+# Gradients
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that get gradients, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def smallest_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """As many as fit into memory beside a large model, the smallest first; the gradients of all pass through theirs."""
+    by_size = sorted(parameters.items(), key=lambda item: item[1].numel())
+    totals = itertools.accumulate(parameter.numel() for _, parameter in by_size)
+    return {name: p for (name, p), total in zip(by_size, totals, strict=True) if total <= _MOST_GRADIENTS}
+
+
+def weights_of(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """A random weight for every number of several outputs, the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [[_weight(part, generator) for part in own] for own in parts]
+
+
+def _weight(part: Tensor, generator: torch.Generator) -> Tensor:
+    if not part.is_floating_point():
+        return torch.ones_like(part)
+    return torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.device, part.dtype)
+
+
+def gradients_of(
+    parts: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Those of the sum of several outputs times `weights`; none where the outputs need no gradients."""
+    terms = [
+        (part * weight).sum()
+        for own, of_own in zip(parts, weights, strict=True)
+        for part, weight in zip(own, of_own, strict=True)
+        if part.requires_grad
+    ]
+    if not parameters or not terms:
+        return {}
+    # Autocast around a backward pass would cast once more, which nobody trains with.
+    with torch.autocast(terms[0].device.type, enabled=False):
+        found = torch.autograd.grad(
+            torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
+    return dict(zip(parameters, found, strict=True))

@@ -18,13 +18,13 @@ from tree_compile.comparison import Gap, gap, relative
 from tree_compile.errors import InputError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.rollouts import Rollout
+from tree_compile.runtime.options import DEMO_ROW_TOKENS
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.row import Row
 from tree_compile.selfcheck import worst_gradient
 
 __all__ = ["DemoReport", "run_demo"]
 
-_ROW_TOKENS = 16_384
 _LEARNING_RATE = 3e-3
 _TOLERANCE = 1e-4
 """What float32 rounding explains, relative to the greatest value."""
@@ -101,7 +101,7 @@ def run_demo(
     torch.manual_seed(0)
     model = Dense(DenseConfig(vocab_size=vocabulary, width=128, layers=2, heads=2, kv_heads=1, hidden=352))
     longest = max(len(rollout.tokens) for rollout in rollouts)
-    tree_model = treecompile(model, row_tokens=row_tokens or max(_ROW_TOKENS, longest))
+    tree_model = treecompile(model, row_tokens=row_tokens or max(DEMO_ROW_TOKENS, longest))
     plan = tree_model.plan([rollout.tokens for rollout in rollouts])
     loss = _Loss(rollouts)
     packed, unpacked = _Packed(tree_model, plan, loss), _Unpacked(copy.deepcopy(model), rollouts, loss)

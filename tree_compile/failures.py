@@ -10,7 +10,8 @@ from tree_compile.errors import CaptureError, TokenRangeError, TreeCompileError
 from tree_compile.passes.source import line_of_trace
 from tree_compile.runtime.row import Row
 
-_OUTSIDE = ("out of range", "out of bounds")
+_OUTSIDE = ("index out of range in self", "out of bounds for dimension", "index out of bounds")
+"""What torch says of a number that a table has no entry for: an embedding, an index, and compiled code."""
 
 
 @contextlib.contextmanager

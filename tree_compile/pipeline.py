@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.foreign import without_gradients_of_embeddings
 from tree_compile.guards import ShortLengths
+from tree_compile.inputs import graph_inputs
 from tree_compile.passes.attention import RewriteAttention
 from tree_compile.passes.autocast import KeepAutocastOff
 from tree_compile.passes.batch_norm import RefuseBatchNorm
@@ -32,15 +33,16 @@ from tree_compile.passes.plan_inputs import (
     window_inputs,
 )
 from tree_compile.passes.positions import RewritePositions
-from tree_compile.passes.runner import Trail, readable, run_pass
+from tree_compile.passes.runner import Pass, Trail, run_pass
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.static_values import FIRST_REACH, StaticValues, find_static_values
 from tree_compile.passes.token_axis import ProveTokenAxis
 from tree_compile.passes.window_attention import RewriteWindowAttention
 from tree_compile.passes.windows import RewriteWindows, RewriteWindowSizes
 from tree_compile.rehearsal import example_of, longer_example, rehearse
+from tree_compile.runtime.row import Row
 from tree_compile.short_lengths import same_when_short
-from tree_compile.unpacked import Unpacked, own_autocast_cache
+from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 CAPTURING = threading.RLock()
 _LONGEST_EXAMPLE = 4_096
@@ -93,12 +95,20 @@ class Rewritten:
         """Whether an indexer chooses what tokens see."""
         return any(finding.kind == "indexer" for finding in self.trail.findings)
 
+    def inputs(self, row: Row, device: torch.device) -> tuple[Any, ...]:
+        """The arguments of the graph for one row."""
+        return graph_inputs(row, device, carries_state=self.carries_state, windows=self.windows)
 
-def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
+    def without_batch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The graph's results, or the model's, without their batch dimension of size one."""
+        return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, self.batched, strict=True)]
+
+
+def rewrite_model(plain: PlainModel, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
     """Captures and rewrites a model in the mode that it is in, for sequences of up to `reach` tokens at least.
 
     Args:
-        unpacked: the model.
+        plain: the model.
         reach: as in `rewrite`.
         example_tokens: captures it with a sequence of so many tokens, and compares it at no length; 0 for a few dozen
             tokens, or more where it pools windows of more.
@@ -109,25 +119,25 @@ def rewrite_model(unpacked: Unpacked, reach: int = FIRST_REACH, example_tokens: 
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():
-        with without_gradients_of_embeddings(unpacked.model):
-            rehearsal = rehearse(unpacked)
+        with without_gradients_of_embeddings(plain.model):
+            rehearsal = rehearse(plain)
         with _unless_more_telling(rehearsal.error):
             if example_tokens:
-                return rewrite(_captured(unpacked, example_of(unpacked, example_tokens)), reach)
-            return _rewrite_one_of(unpacked, _captures(unpacked, rehearsal.example), reach)
+                return rewrite(_captured(plain, example_of(plain, example_tokens)), reach)
+            return _rewrite_one_of(plain, _captures(plain, rehearsal.example), reach)
 
 
-def _captured(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
-    with without_gradients_of_embeddings(unpacked.model):
-        return capture(unpacked, example)
+def _captured(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
+    with without_gradients_of_embeddings(plain.model):
+        return capture(plain, example)
 
 
-def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]:
+def _captures(plain: PlainModel, example: tuple[Tensor, ...]) -> list[Captured]:
     """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
-    found = [_captured(unpacked, example)]
+    found = [_captured(plain, example)]
     while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
         try:
-            longer = _captured(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
+            longer = _captured(plain, example_of(plain, longer_example(plain, limit.tokens)))
         except RefusedModelError:
             break
         if longer.limit is not None and longer.limit.tokens <= limit.tokens:
@@ -136,14 +146,14 @@ def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]
     return found
 
 
-def _rewrite_one_of(unpacked: Unpacked, captures: list[Captured], reach: int) -> Rewritten:
+def _rewrite_one_of(plain: PlainModel, captures: list[Captured], reach: int) -> Rewritten:
     """The last one that can be proved: it holds for the longest sequences."""
     errors = []
     for captured in reversed(captures):
         try:
             with _unless_more_telling(captured.control_flow):
                 rewritten = rewrite(captured, reach)
-            if rewritten.short is not None and (rewritten.random or not same_when_short(unpacked, rewritten)):
+            if rewritten.short is not None and (rewritten.random or not same_when_short(plain, rewritten)):
                 raise rewritten.short.error
         except RefusedModelError as error:
             errors.append(error)
@@ -175,34 +185,18 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
     graph_module, trail = captured.graph_module, Trail()
-    trail.stages["captured"] = readable(graph_module)
-    run_pass(graph_module, InlineGradModes(), trail)
-    run_pass(graph_module, RefuseBatchNorm(), trail)
-    run_pass(graph_module, Functionalize(), trail)
+    trail.note("captured", graph_module)
+    _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize()), trail)
     longest = captured.limit.tokens if captured.limit is not None else None
     statics = find_static_values(graph_module, longest, reach)
-    limits = _limits(captured, statics)
-    vocabulary = vocabulary_size(graph_module.graph)
+    limits, vocabulary = _limits(captured, statics), vocabulary_size(graph_module.graph)
     add_plan_inputs(graph_module)
     tables = RowTables(graph_module, statics)
-    for graph_pass in (
-        RewriteWindows(statics),
-        RewriteWindowAttention(statics, tables),
-        RewriteAttention(statics, tables),
-        RewriteMixers(),
-        RewriteConvolutions(),
-        RewritePositions(statics, tables),
-        RewriteWindowSizes(),
-        ProveTokenAxis(),
-    ):
-        run_pass(graph_module, graph_pass, trail)
+    _run_passes(graph_module, _passes_for_rows(statics, tables), trail)
     random = any(draws(node) for node in graph_module.graph.nodes)
-    run_pass(graph_module, KeepAutocastOff(), trail)
-    carries_state = reads_tree(graph_module.graph)
-    if not carries_state:
-        remove_tree_inputs(graph_module.graph)
-        graph_module.recompile()
-    trail.stages["rewritten"] = readable(graph_module)
+    _run_passes(graph_module, (KeepAutocastOff(),), trail)
+    carries_state = _without_unread_tree(graph_module)
+    trail.note("rewritten", graph_module)
     return Rewritten(
         graph_module=graph_module,
         output_form=captured.output_form,
@@ -219,6 +213,33 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
         random=random,
         trail=trail,
     )
+
+
+def _run_passes(graph_module: fx.GraphModule, passes: Iterable[Pass], trail: Trail) -> None:
+    for graph_pass in passes:
+        run_pass(graph_module, graph_pass, trail)
+
+
+def _passes_for_rows(statics: StaticValues, tables: RowTables) -> tuple[Pass, ...]:
+    """What makes a graph of one sequence one that takes rows, and proves that it keeps sequences apart."""
+    return (
+        RewriteWindows(statics),
+        RewriteWindowAttention(statics, tables),
+        RewriteAttention(statics, tables),
+        RewriteMixers(),
+        RewriteConvolutions(),
+        RewritePositions(statics, tables),
+        RewriteWindowSizes(),
+        ProveTokenAxis(),
+    )
+
+
+def _without_unread_tree(graph_module: fx.GraphModule) -> bool:
+    """Whether a layer reads the row's tree; takes its inputs out of the graph where none does."""
+    if reads_tree(graph_module.graph):
+        return True
+    remove_tree_inputs(graph_module.graph)
+    return False
 
 
 def _dtypes(graph: fx.Graph) -> frozenset[torch.dtype]:

@@ -11,13 +11,12 @@ from torch import Tensor
 from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.failures import of_tables
 from tree_compile.heads import CallSettings, HeadPlan, RowHead
-from tree_compile.inputs import graph_inputs
 from tree_compile.passes.head import find_head
 from tree_compile.passes.shapes import shape_of
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.row_result import RowResult
 from tree_compile.runtime.row import Row
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import PlainModel
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
 
@@ -47,7 +46,7 @@ class Program:
             TokenRangeError: one of the model's tables has no entry for a number of the row.
         """
         with of_tables(row):
-            tensors = self.blocks(*self._inputs(row))
+            tensors = self.blocks(*self.rewritten.inputs(row, self.device))
         if self.head is None:
             return self._result(row, tensors)
         outputs = len(self.rewritten.batched) - 1
@@ -56,11 +55,7 @@ class Program:
 
     def run_uncompiled(self, row: Row) -> RowResult:
         """Computes one row with the rewritten graph as it is."""
-        return self._result(row, self.rewritten.graph_module(*self._inputs(row)))
-
-    def _inputs(self, row: Row) -> tuple[Any, ...]:
-        rewritten = self.rewritten
-        return graph_inputs(row, self.device, carries_state=rewritten.carries_state, windows=rewritten.windows)
+        return self._result(row, self.rewritten.graph_module(*self.rewritten.inputs(row, self.device)))
 
     def _result(self, row: Row, tensors: tuple[Tensor, ...], head: RowHead | None = None) -> RowResult:
         place, batched = self.rewritten.logits_place, list(self.rewritten.batched)
@@ -70,18 +65,18 @@ class Program:
         return RowResult(row, parts, CallSettings.now(self.device.type), place, head)
 
 
-def make_program(unpacked: Unpacked, backend: str) -> Program:
+def make_program(plain: PlainModel, backend: str) -> Program:
     """Captures, rewrites, splits and compiles a model in the mode that it is in.
 
     Args:
-        unpacked: the model.
+        plain: the model.
         backend: one of BACKENDS.
 
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(unpacked)
-    return Program(rewritten, *_compiled(rewritten, backend), unpacked.device)
+    rewritten = rewrite_model(plain)
+    return Program(rewritten, *_compiled(rewritten, backend), plain.device)
 
 
 def _compiled(rewritten: Rewritten, backend: str) -> tuple[Blocks, HeadPlan | None]:
@@ -99,7 +94,7 @@ def _compiled(rewritten: Rewritten, backend: str) -> tuple[Blocks, HeadPlan | No
     return blocks, HeadPlan(blocks.head, blocks.plain_head, hidden, is_batched, int(shapes[1][-1]))
 
 
-def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: int) -> Program:
+def prove_further(program: Program, plain: PlainModel, backend: str, tokens: int) -> Program:
     """The program for sequences of up to `tokens` tokens, as far as that can be proved.
 
     Static values are evaluated at longer lengths. Where they say the same, the compiled blocks stay in use; where not,
@@ -108,7 +103,7 @@ def prove_further(program: Program, unpacked: Unpacked, backend: str, tokens: in
     Raises:
         RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
     """
-    rewritten = rewrite_model(unpacked, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
+    rewritten = rewrite_model(plain, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
     blocks, head = _compiled(rewritten, backend)

@@ -29,7 +29,7 @@ from tree_compile.passes.source import (
 )
 from tree_compile.patches import replaced
 from tree_compile.state import State, first_difference, state_of
-from tree_compile.unpacked import Unpacked, device_of, own_autocast_cache, own_random_numbers
+from tree_compile.unpacked import PlainModel, device_of, own_autocast_cache, own_random_numbers
 
 _LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 _SHORT = (31, 29, 23, 19, 17, 13, 11, 7, 5, 3)
@@ -52,10 +52,10 @@ class Rehearsal:
     error: RefusedModelError | None = None
 
 
-def rehearse(unpacked: Unpacked) -> Rehearsal:
+def rehearse(plain: PlainModel) -> Rehearsal:
     """Calls the model a few times in its present mode; its tensors and random numbers are left as they were."""
-    calls = [_Call(unpacked, example) for example in _examples(unpacked)]
-    with untouched(unpacked.model):
+    calls = [_Call(plain, example) for example in _examples(plain)]
+    with untouched(plain.model):
         try:
             call = next((call for call in calls if _works(call)), None)
         except StatefulModelError as error:
@@ -65,14 +65,14 @@ def rehearse(unpacked: Unpacked) -> Rehearsal:
         return Rehearsal(call.example, _findings(call))
 
 
-def grow(unpacked: Unpacked, tokens: int) -> None:
+def grow(plain: PlainModel, tokens: int) -> None:
     """Shows the model a sequence of `tokens` tokens or more, so that caches that grow with it are long enough.
 
     A model that fails has no such cache; what it is told is then that the sequence is too long.
     """
-    with untouched(unpacked.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
+    with untouched(plain.model), torch.inference_mode(False), torch.no_grad(), own_autocast_cache():
         for length in (1 << (tokens - 1).bit_length(), tokens):
-            if _works(_Call(unpacked, example_of(unpacked, length))):
+            if _works(_Call(plain, example_of(plain, length))):
                 return
 
 
@@ -114,39 +114,39 @@ def _findings(call: _Call) -> RefusedModelError | None:
 
 @dataclass(frozen=True)
 class _Call:
-    unpacked: Unpacked
+    plain: PlainModel
     example: tuple[Tensor, ...]
 
     def __call__(self) -> Any:
         """Every call draws the same random numbers."""
-        with own_random_numbers(self.unpacked.device):
-            return self.unpacked(self.example)
+        with own_random_numbers(self.plain.device):
+            return self.plain(self.example)
 
     @property
     def model(self) -> nn.Module:
-        return self.unpacked.model
+        return self.plain.model
 
     def state(self) -> State:
-        return state_of(self.model, self.unpacked.keywords)
+        return state_of(self.model, self.plain.keywords)
 
 
-def _examples(unpacked: Unpacked) -> Iterator[tuple[Tensor, ...]]:
+def _examples(plain: PlainModel) -> Iterator[tuple[Tensor, ...]]:
     """Inputs to try, one by one; token ids are small enough for any vocabulary."""
-    sizes = {size for parameter in unpacked.model.parameters() for size in parameter.shape}
+    sizes = {size for parameter in plain.model.parameters() for size in parameter.shape}
     first = next((length for length in _LENGTHS if length not in sizes), 131)
     for length in (first, *(length for length in _SHORT if length not in sizes)):
-        yield example_of(unpacked, length)
+        yield example_of(plain, length)
 
 
-def example_of(unpacked: Unpacked, tokens: int) -> tuple[Tensor, ...]:
+def example_of(plain: PlainModel, tokens: int) -> tuple[Tensor, ...]:
     """Inputs `(1, tokens)` whose token ids are small enough for any vocabulary."""
-    ids = torch.arange(tokens, device=unpacked.device)[None] % 2
-    return tuple(ids.clone() for _ in unpacked.input_names)
+    ids = torch.arange(tokens, device=plain.device)[None] % 2
+    return tuple(ids.clone() for _ in plain.input_names)
 
 
-def longer_example(unpacked: Unpacked, tokens: int) -> int:
+def longer_example(plain: PlainModel, tokens: int) -> int:
     """A number of tokens, some four times as many, that no dimension of the model's parameters has."""
-    sizes = {size for parameter in unpacked.model.parameters() for size in parameter.shape}
+    sizes = {size for parameter in plain.model.parameters() for size in parameter.shape}
     return next(length for length in itertools.count(4 * tokens + 37, 2) if length not in sizes)
 
 

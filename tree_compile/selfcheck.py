@@ -9,7 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tree_compile.comparison import gap, relative, relative_difference, tensors_of, tolerance
+from tree_compile.comparison import (
+    GRADIENT_ROUNDING,
+    gap,
+    gradients_of,
+    relative,
+    relative_difference,
+    smallest_parameters,
+    tensors_of,
+    tolerance,
+    trained_parameters,
+    weights_of,
+)
 from tree_compile.errors import SelfCheckError
 from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
@@ -20,9 +31,8 @@ from tree_compile.row_result import RowResult
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
-from tree_compile.short_lengths import GRADIENT_ROUNDING, smallest_parameters
 from tree_compile.ties import ties_of
-from tree_compile.unpacked import Unpacked, own_autocast_cache
+from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 _TO_CHOOSE_FROM = 64
 """Tokens to choose from: with many more, some two scores would be equal up to rounding."""
@@ -80,7 +90,7 @@ class CheckReport:
 
 
 def compare(
-    unpacked: Unpacked, plan: Plan, run: Callable[[Row], RowResult], program: Program,
+    plain: PlainModel, plan: Plan, run: Callable[[Row], RowResult], program: Program,
     parameters: Mapping[str, nn.Parameter],
 ) -> CheckReport:  # fmt: skip
     """Runs the sequences of `plan` through `run` and, one by one, through the model.
@@ -90,7 +100,7 @@ def compare(
     """
     with torch.inference_mode(False), torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
-        alone = _unpacked_side(unpacked, plan, program, weights, parameters)
+        alone = _unpacked_side(plain, plan, program, weights, parameters)
     worst, gradient_difference = _worst_gradient_of(packed, alone)
     return CheckReport(
         relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
@@ -118,13 +128,13 @@ def _packed_side(
     """The tree model's side, and the weights of its outputs in the loss."""
     packed = TreeOutput([run(row) for row in plan.rows], program.rewritten.output_form)
     parts = [tensors_of(packed[sequence]) for sequence in range(plan.sequences)]
-    weights = _weights(parts)
-    gradients = _gradients(parts, weights, parameters)
+    weights = weights_of(parts)
+    gradients = gradients_of(parts, weights, parameters)
     return _Side([[part.detach() for part in own] for own in parts], gradients), weights
 
 
 def _unpacked_side(
-    unpacked: Unpacked,
+    plain: PlainModel,
     plan: Plan,
     program: Program,
     weights: Sequence[Sequence[Tensor]],
@@ -132,49 +142,13 @@ def _unpacked_side(
 ) -> _Side:
     side = _Side([], {})
     for sequence, own_weights in enumerate(weights):
-        inputs = _sequence_inputs(plan, sequence, unpacked.input_names, program.device)
-        with plain_checkpoints(unpacked.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
-            parts = tensors_of(unpacked(inputs))
-        parts = [p[0] if batch else p for p, batch in zip(parts, program.rewritten.batched, strict=True)]
+        inputs = _sequence_inputs(plan, sequence, plain.input_names, program.device)
+        with plain_checkpoints(plain.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
+            parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
         side.outputs.append([part.detach() for part in parts])
-        for name, gradient in _gradients([parts], [own_weights], parameters).items():
+        for name, gradient in gradients_of([parts], [own_weights], parameters).items():
             side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient
     return side
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _weights(parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [[_weight(part, generator) for part in own] for own in parts]
-
-
-def _weight(part: Tensor, generator: torch.Generator) -> Tensor:
-    if not part.is_floating_point():
-        return torch.ones_like(part)
-    return torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.device, part.dtype)
-
-
-def _gradients(
-    parts: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]], parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    terms = [
-        (part * weight).sum()
-        for own, of_own in zip(parts, weights, strict=True)
-        for part, weight in zip(own, of_own, strict=True)
-        if part.requires_grad
-    ]
-    if not parameters or not terms:
-        return {}
-    # Autocast around a backward pass would cast once more, which nobody trains with.
-    with torch.autocast(terms[0].device.type, enabled=False):
-        found = torch.autograd.grad(
-            torch.stack(terms).sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
-        )
-    return dict(zip(parameters, found, strict=True))
 
 
 def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: torch.device) -> list[Tensor]:
@@ -194,7 +168,7 @@ def worst_gradient(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor])
 # The check of the first call
 
 
-def check_program(unpacked: Unpacked, program: Program) -> Program:
+def check_program(plain: PlainModel, program: Program) -> Program:
     """The program, once it has been compared with the model in the mode that the model is in.
 
     One that draws random numbers is compared without dropout, or in eval mode where it draws then too.
@@ -204,32 +178,30 @@ def check_program(unpacked: Unpacked, program: Program) -> Program:
         SelfCheckError: they differ by more than rounding.
     """
     if not program.rewritten.random:
-        self_check(unpacked, program)
-    elif not _checked_without_dropout(unpacked):
-        with evaluation(unpacked.model):
-            self_check(unpacked, make_program(unpacked, "eager"))
+        self_check(plain, program)
+    elif not _checked_without_dropout(plain):
+        with evaluation(plain.model):
+            self_check(plain, make_program(plain, "eager"))
     return replace(program, checked=True)
 
 
-def _checked_without_dropout(unpacked: Unpacked) -> bool:
+def _checked_without_dropout(plain: PlainModel) -> bool:
     """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
     with without_dropout():
-        calm = make_program(unpacked, "eager")
+        calm = make_program(plain, "eager")
         if not calm.rewritten.random:
-            self_check(unpacked, calm)
+            self_check(plain, calm)
     return not calm.rewritten.random
 
 
-def self_check(unpacked: Unpacked, program: Program) -> None:
+def self_check(plain: PlainModel, program: Program) -> None:
     """Runs a small random tree through the rewritten graph and through the model.
 
     Raises:
         SelfCheckError: they differ by more than rounding.
     """
-    plan = plan_rows(small_tree(program, unpacked.input_names), min_shared_tokens=1)
-    report = compare(
-        unpacked, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(unpacked.model))
-    )
+    plan = plan_rows(small_tree(program, plain.input_names), min_shared_tokens=1)
+    report = compare(plain, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(plain.model)))
     if not report.ok:
         raise _differs(report)
 

@@ -6,43 +6,41 @@ import inspect
 
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.passes.source import line_of_forward
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import PlainModel
 
 _WHY = "a tree model calls forward with the token ids by position, and with payloads and forward_kwargs by name."
 
 
-def wrong_call(unpacked: Unpacked) -> RefusedModelError | None:
+def wrong_call(plain: PlainModel) -> RefusedModelError | None:
     """The error for token ids or a required argument that `forward` cannot be given so; None where it can."""
-    signature = inspect.signature(unpacked.model.forward)
-    given = (*unpacked.input_names[1:], *unpacked.keywords)
+    signature = inspect.signature(plain.model.forward)
+    given = (*plain.input_names[1:], *plain.keywords)
     parameters = signature.parameters.values()
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     if not by_position:
-        return _error(
-            unpacked, "takes no argument by position", "begin with the token ids: forward(self, input_ids, …)."
-        )
+        return _error(plain, "takes no argument by position", "begin with the token ids: forward(self, input_ids, …).")
     if by_position[0].name in given and by_position[0].kind is not inspect.Parameter.POSITIONAL_ONLY:
         name = by_position[0].name
-        return _error(unpacked, f"is given {name!r} twice", f"leave {name!r} out: it is the token ids.")
+        return _error(plain, f"is given {name!r} twice", f"leave {name!r} out: it is the token ids.")
     for parameter in parameters:
         is_required = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
         )
         if is_required and parameter is not by_position[0] and parameter.name not in given:
-            return _missing(unpacked, parameter.name)
+            return _missing(plain, parameter.name)
     return None
 
 
-def _missing(unpacked: Unpacked, name: str) -> RefusedModelError:
+def _missing(plain: PlainModel, name: str) -> RefusedModelError:
     hint = (
         "give it a default value, or pass it as a payload, "
         f"model({{'input_ids': […], '{name}': […]}}), or in forward_kwargs: "
         f"treecompile(model, forward_kwargs={{'{name}': …}})."
     )
-    return _error(unpacked, f"needs the argument {name!r}", hint)
+    return _error(plain, f"needs the argument {name!r}", hint)
 
 
-def _error(unpacked: Unpacked, what: str, hint: str) -> RefusedModelError:
-    where = line_of_forward(unpacked.model)
+def _error(plain: PlainModel, what: str, hint: str) -> RefusedModelError:
+    where = line_of_forward(plain.model)
     return CaptureError(f"The model's forward {what}.", where=where, why=_WHY, hint=hint)

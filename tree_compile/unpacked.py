@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class PlainModel:
     """A model with the names and constants of its calls.
 
     Attributes:

@@ -15,7 +15,6 @@ from tests.differential.comparison import (
     gradient_difference,
     output_difference,
     packed,
-    packed_without_rewrite,
     require_exact,
     unpacked,
 )
@@ -114,11 +113,7 @@ def test_compiled_blocks_equal_the_unpacked_model(name: str) -> None:
     sequences = random_sequences(5, VOCABULARY)
     model = FAMILIES[name]()
     tree_model = treecompile(model, 200, min_shared_tokens=1, backend="inductor")
-    reference, result = unpacked(model, sequences), packed(tree_model, sequences)
-    without_rewrite = packed_without_rewrite(model, tree_model.plan(sequences))
-    assert output_difference(reference, result) < FLOAT32_TOLERANCE
-    assert gradient_difference(reference, result) < 10 * FLOAT32_TOLERANCE
-    assert output_difference(reference, without_rewrite) > 100 * FLOAT32_TOLERANCE
+    require_exact(tree_model, tree_model.plan(sequences), sequences, FLOAT32_TOLERANCE, 10 * FLOAT32_TOLERANCE)
 
 
 def test_explanation_names_the_indexers_and_their_attentions() -> None:

@@ -293,7 +293,28 @@ def factor_after_the_mask(model, x, ids):
     return merged((scores.masked_fill(~seen, LOWEST) * seen).softmax(-1) @ value)
 
 
+def bias_above_a_floor(model, x, ids):
+    scores, value = scores_and_value(model, x)
+    raised = scores.masked_fill(~causal(x.shape[1]), -torch.inf).clamp(-1.0e4)
+    return merged((raised + 2.0e4 * torch.arange(x.shape[1])).softmax(-1) @ value)
+
+
+def floor_of_scores_that_are_scaled(model, x, ids):
+    scores, value = scores_and_value(model, x)
+    scores = scores.clamp(-1.0e4) * 1.0e-3
+    return merged(scores.masked_fill(~causal(x.shape[1]), LOWEST).softmax(-1) @ value)
+
+
+def great_factor_where_hidden(model, x, ids):
+    scores, value = scores_and_value(model, x)
+    seen = causal(x.shape[1])
+    return merged((scores * torch.where(seen, 1.0, -1.0e6) + torch.where(seen, 0.0, -1.0e4)).softmax(-1) @ value)
+
+
 UNREADABLE = [
+    (bias_above_a_floor, "softmax(-1) @ value", "hidden tokens get weight"),
+    (floor_of_scores_that_are_scaled, "softmax(-1) @ value", "scaled after they were raised"),
+    (great_factor_where_hidden, "softmax(-1) @ value", "changes what is visible"),
     (factor_after_the_mask, "softmax(-1) @ value", "after some were hidden"),
     (softmax_over_queries, "query @ key.mT", "relates every token to every other"),
     (token_does_not_see_itself, "softmax(-1) @ value", "softmax over nothing"),

@@ -226,13 +226,6 @@ def test_forward_hook_is_captured():
     assert tree_model(model).check().ok
 
 
-def test_first_call_without_gradients_leaves_later_ones_their_gradients():
-    model = tree_model(Tiny(without_gradients))
-    with torch.no_grad():
-        model([[1, 2], [1, 3]])
-    assert model.check().ok
-
-
 def test_weight_norm_is_exact():
     model = Tiny(lambda model, x, ids: model.project[0](x))
     nn.utils.parametrizations.weight_norm(model.project[0])

@@ -13,6 +13,7 @@ from tree_compile.errors import (
     TokenRangeError,
     TokenTypeError,
 )
+from tree_compile.failures import of_tables
 from tree_compile.tiny import tiny_model
 
 
@@ -74,6 +75,16 @@ def test_number_that_a_table_has_no_entry_for_is_refused_with_its_row(backend):
     tree = treecompile(Tiny(after_the_last_id), backend=backend, row_tokens=4, self_check=False)
     with pytest.raises(TokenRangeError, match="in the row of sequences 1"):
         tree([[1, 2, 3], [1, 2, VOCABULARY - 1]])
+
+
+@pytest.mark.parametrize(
+    "error", [IndexError("list index out of range"), RuntimeError("select(): index 5 out of range")]
+)
+def test_error_that_is_not_of_a_table_stays_as_it_is(error, model):
+    (row,) = model.plan([[1, 2]]).rows
+    with pytest.raises(type(error)) as raised, of_tables(row):
+        raise error
+    assert raised.value is error
 
 
 def test_sequence_longer_than_the_models_positions_is_refused():

@@ -18,7 +18,7 @@ from tree_compile.errors import (
     SequenceTooLongError,
     TokenMixingError,
 )
-from tree_compile.unpacked import Unpacked
+from tree_compile.unpacked import PlainModel
 
 # Python code that needs one length, or the tokens
 
@@ -512,5 +512,5 @@ def fails(ids):
     ],
 )
 def test_graph_that_is_another_at_one_length_is_told_from_the_model(graph, is_same):
-    unpacked = Unpacked(TwoOutputs(), ("ids",), {})
-    assert _same_at(unpacked, graph, 5) is is_same
+    plain = PlainModel(TwoOutputs(), ("ids",), {})
+    assert _same_at(plain, graph, 5) is is_same

@@ -169,7 +169,61 @@ def test_a_mean_of_all_tokens_written_where_a_mask_says_is_refused():
     assert "reduces along the tokens" in refusal(Routed(middle))
 
 
+# Rows sorted by expert
+
+
+def grouped(sort, offsets):
+    """Every token by the expert that `sort` puts it to, where `offsets(sorted)` says the entries of each expert end."""
+
+    def middle(model, hidden):
+        rows = hidden[0]
+        keys, numbers = sort(model.router(rows).argmax(-1))
+        ends = offsets(keys.float()).cumsum(0, dtype=torch.int32)
+        computed = torch._grouped_mm(rows[numbers].bfloat16(), model.experts.bfloat16(), offs=ends).to(rows.dtype)
+        return torch.zeros_like(rows).index_add(0, numbers, computed)[None]
+
+    return middle
+
+
+def counts(keys):
+    return torch.histc(keys, bins=EXPERTS, min=0, max=EXPERTS - 1)
+
+
+def test_rows_sorted_by_expert_are_exact():
+    assert is_exact(Routed(grouped(torch.sort, counts)), tolerance=1e-2)
+
+
+OTHER_COUNTS = {
+    "sorted downwards": (lambda keys: torch.sort(keys, descending=True), counts, "counts over the tokens"),
+    "keys below 0": (lambda keys: torch.sort(keys - 1), counts, "keys below 0"),
+    "cut": (torch.sort, lambda keys: torch.histc(keys, bins=5, min=0, max=4)[1:], "parts of counts"),
+    "in another order": (torch.sort, lambda keys: counts(keys).index_select(0, torch.arange(3, -1, -1)), "parts of"),
+    "turned": (torch.sort, lambda keys: counts(keys).view(2, 2).t().reshape(-1), "parts of counts"),
+    "repeated keys": (torch.sort, lambda keys: counts(keys[None].expand(2, -1)), "counts over the tokens"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_COUNTS)
+def test_rows_sorted_by_expert_are_refused_with_other_counts(name):
+    sort, offsets, why = OTHER_COUNTS[name]
+    assert why in refusal(Routed(grouped(sort, offsets)))
+
+
+def test_place_of_a_token_in_the_order_of_all_is_refused_as_a_number():
+    def middle(_model, hidden):
+        rank = hidden[0, :, 0].argsort().argsort()
+        return hidden * (rank.view(1, -1).index_select(0, torch.zeros(1, dtype=torch.long))[0] > 3)[:, None]
+
+    assert "takes parts of row numbers" in refusal(Routed(middle))
+
+
 # Products and functions of rows
+
+
+def counted(hidden):
+    """A number for every feature, which depends on all tokens of the row."""
+    keys = hidden[0].argmax(-1).sort()[0]
+    return torch.histc(keys.float(), bins=WIDTH, min=0, max=WIDTH - 1).to(hidden.dtype)
 
 
 def exact_operations():
@@ -186,12 +240,20 @@ def exact_operations():
         "tile": lambda _m, x: x.tile(2)[..., :WIDTH] + x.tile(2, 1, 1)[:1] + x.tile(1, 1, 1, 1)[0],
         "view_as": lambda _m, x: (x[0] * 2).view_as(x),
         "quantile": lambda _m, x: x - x.quantile(0.5, dim=-1, keepdim=True),
+        "differences": lambda _m, x: torch.diff(x, dim=-1, prepend=x[..., -1:]),
+        "one of three results": lambda _m, x: torch.native_layer_norm(x, [WIDTH], None, None, 1e-5)[0],
+        "convolution without a batch": lambda _m, x: F.conv1d(x[0].t(), torch.ones(WIDTH, WIDTH, 1).double()).t()[None],
     }
 
 
 @pytest.mark.parametrize("name", exact_operations())
 def test_operation_on_every_row_is_exact(name):
     assert is_exact(Routed(exact_operations()[name]))
+
+
+def unsorted_beside_sorted(hidden, unsorted):
+    numbers = hidden[0].argmax(-1).sort()[1]
+    return torch.zeros_like(hidden[0]).index_add(0, numbers, hidden[0][numbers] + unsorted)[None]
 
 
 MIXING = {
@@ -202,6 +264,27 @@ MIXING = {
     "buckets": (lambda _m, x: x * torch.bucketize(x, x[0, :, 0]), "its boundaries depends on the tokens"),
     "quantile": (lambda _m, x: x - x.quantile(0.5, dim=1, keepdim=True), "reduces along the tokens"),
     "special softmax": (lambda _m, x: torch.special.softmax(x, 1), "takes a softmax along the tokens"),
+    "differences": (lambda _m, x: x + torch.diff(x, dim=1, prepend=x[:, :1]), "neighbours along the tokens"),
+    "what stands before differences": (
+        lambda _m, x: unsorted_beside_sorted(x, torch.diff(torch.zeros_like(x[..., :1]), dim=-1, prepend=x)[0]),
+        "combines rows in the order",
+    ),
+    "weights of a batch norm": (
+        lambda _m, x: F.batch_norm(x[0], x.new_zeros(WIDTH), x.new_ones(WIDTH), counted(x))[None],
+        "its weight depends on the tokens",
+    ),
+    "means of a batch norm": (
+        lambda _m, x: F.batch_norm(x[0], counted(x), x.new_ones(WIDTH))[None],
+        "its running_mean depends on the tokens",
+    ),
+    "weights of a group norm": (
+        lambda _m, x: F.group_norm(x[0], 2, bias=counted(x))[None],
+        "its bias depends on the tokens",
+    ),
+    "convolution without a batch": (
+        lambda _m, x: x + F.conv1d(x[0].t(), torch.ones(WIDTH, WIDTH, 3).double(), padding=1).t()[None],
+        "mixes neighbouring tokens",
+    ),
     "moveaxis": (lambda _m, x: x + torch.moveaxis(x, 1, 0).sum(0), "reduces along the tokens"),
 }
 
@@ -214,6 +297,11 @@ def test_same_operation_over_rows_is_refused(name):
 
 def test_operation_without_a_rule_is_refused():
     assert "renorm" in refusal(Model(lambda _m, x: torch.renorm(x, 2, 0, 1.0)), UnknownOpError)
+
+
+def test_rule_that_does_not_ask_for_a_tensor_is_not_trusted_with_it(monkeypatch):
+    monkeypatch.setitem(RULES, torch.ops.aten.mul.Tensor, lambda step: step.value("self"))
+    assert "its other depends on the tokens" in refusal(Routed(lambda _m, x: x * counted(x)))
 
 
 # Operators of other libraries

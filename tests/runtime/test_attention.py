@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.attention_reference import tree_attention_reference
 from tests.runtime.pages import run_page
 from tests.runtime.trees import Spec, random_forest, row_tensors, segment_table
 from tree_compile.runtime.attention import tree_attention
-from tree_compile.runtime.attention_reference import tree_attention_reference
 
 FORESTS: dict[str, list[Spec]] = {
     "one_token": [(1, [])],

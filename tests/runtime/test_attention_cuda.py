@@ -11,10 +11,10 @@ import torch.nn.attention.flex_attention
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.runtime.attention_reference import tree_attention_reference
 from tests.runtime.trees import random_forest, row_tensors, segment_table
 from tree_compile.runtime import attention_cuda
 from tree_compile.runtime.attention_cuda import flex_tree_attention
-from tree_compile.runtime.attention_reference import tree_attention_reference
 from tree_compile.runtime.attention_score import Score
 
 OPTIONS = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.attention_reference import visible_pairs
 from tests.runtime.trees import Spec, random_forest, segment_table
 from tree_compile.runtime.attention_kernels import call_mask
-from tree_compile.runtime.attention_reference import visible_pairs
 from tree_compile.runtime.attention_schedule import BLOCK, Call, Schedule, schedule
 from tree_compile.runtime.attention_score import Score
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from tests.runtime.attention_reference import visible_pairs
 from tests.runtime.trees import random_forest, row_tensors, segment_table
-from tree_compile.runtime.attention_reference import visible_pairs
 from tree_compile.runtime.block_mask import TILE, tree_block_mask
 
 KINDS = ("kv", "full_kv", "q", "full_q")

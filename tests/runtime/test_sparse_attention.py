@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.differential.trees import long_sequences, random_sequences
+from tests.runtime.attention_reference import visible_pairs
 from tree_compile import Row, plan_rows
 from tree_compile.runtime import topk_index
-from tree_compile.runtime.attention_reference import visible_pairs
 from tree_compile.runtime.sparse_attention import sparse_attention, sparse_attention_op
 from tree_compile.runtime.topk_index import topk_index_op, tree_topk_index
 

@@ -1,11 +1,9 @@
-"""The definition of tree attention, written with one dense [T, T] score matrix. For tests and small rows only."""
+"""The definition of tree attention, written with one dense [T, T] score matrix."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-__all__ = ["tree_attention_reference", "visible_pairs"]
 
 
 def visible_pairs(segments: Tensor, tokens: int, window: int = 0, chunk: int = 0) -> Tensor:

@@ -120,7 +120,7 @@ def _captured(unpacked: Unpacked, example: tuple[Tensor, ...]) -> Captured:
 def _captures(unpacked: Unpacked, example: tuple[Tensor, ...]) -> list[Captured]:
     """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
     found = [_captured(unpacked, example)]
-    while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
+    while (limit := found[-1].limit) is not None and limit.has_floor_division and limit.tokens < _LONGEST_EXAMPLE:
         try:
             longer = _captured(unpacked, example_of(unpacked, longer_example(unpacked, limit.tokens)))
         except RefusedModelError:

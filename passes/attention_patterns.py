@@ -241,7 +241,7 @@ def _is_floor_below_all(node: fx.Node, statics: StaticValues) -> bool:
     if node.target not in _LEAST or len(node.args) != 2 or node.kwargs:
         return False
     floor = number_of(node.args[1], statics)
-    return floor is not None and floor <= HIDDEN_BELOW
+    return floor is not None and floor <= HIDDEN_BELOW and sizes(node) == sizes(node.args[0])  # type: ignore[arg-type]
 
 
 def _read_add(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:

@@ -17,7 +17,6 @@ from tree_compile.errors import (
     DropoutError,
     LengthDependentError,
     RefusedModelError,
-    SourceLine,
     TokenMixingError,
 )
 from tree_compile.passes.attention_patterns import (
@@ -91,8 +90,7 @@ class RewriteAttention:
             raise _length_dependent(node, str(error)) from None
         except NoMatch as error:
             raise _unknown_form(node, str(error)) from None
-        if match.dropout:
-            raise _dropout(match.dropout, source_line(node))
+        require_no_dropout(match.dropout, node)
         return match
 
     def _replace(self, graph: fx.Graph, match: AttentionMatch, choices: Choices) -> Finding:
@@ -108,8 +106,7 @@ class RewriteAttention:
     def _replace_gathered(self, softmax: fx.Node, symbol: sympy.Symbol, choices: Choices) -> Finding:
         try:
             match = match_gathered(softmax, self.statics, symbol)
-            if match.dropout:
-                raise _dropout(match.dropout, source_line(softmax))
+            require_no_dropout(match.dropout, softmax)
             indices, output = choices.indices(match.key.topk), match.output.node
             with softmax.graph.inserting_before(output):
                 replacement = insert_sparse_attention(softmax.graph, match, indices)
@@ -360,10 +357,17 @@ def _unknown_choice(node: fx.Node, why: str) -> TokenMixingError:
     )
 
 
-def _dropout(probability: float, where: SourceLine | None) -> DropoutError:
-    return DropoutError(
+def require_no_dropout(probability: float, node: fx.Node) -> None:
+    """Refuses attention whose weights are dropped out with some probability.
+
+    Raises:
+        DropoutError: they are.
+    """
+    if not probability:
+        return
+    raise DropoutError(
         f"Attention weights are dropped out with probability {probability:g}.",
-        where=where,
+        where=source_line(node),
         why="tree attention has no dropout, and without it the result would differ.",
         hint="set attention dropout to 0 before the model is built (in transformers: config.attention_dropout or "
         "attn_pdrop), or in the modules that hold it, "

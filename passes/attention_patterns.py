@@ -10,18 +10,29 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
+from tree_compile.passes.fills import filled, number_of
 from tree_compile.passes.masks import Mask, Masks, NoMatch, read_masks
-from tree_compile.passes.nodes import arguments, shown_name
+from tree_compile.passes.nodes import Einsum, arguments, einsum_of_two, shown_name
+from tree_compile.passes.operators import DIVISIONS, FILLS, MATMULS, MULTIPLICATIONS, RANKS, SAME_NUMBERS, VIEWS, WHERES
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
-from tree_compile.passes.roles import number_of
-from tree_compile.passes.shapes import is_tensor, shape_of, size_expression
+from tree_compile.passes.roles import factor_of
+from tree_compile.passes.shapes import (
+    is_full_slice,
+    is_softmax_over_last,
+    is_tensor,
+    keeps_numbers,
+    shape_of,
+    size_expression,
+    sizes,
+)
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 
 aten = torch.ops.aten
+_SAME_VALUES = (*SAME_NUMBERS, *RANKS, *VIEWS)
+"""What keeps scores, weights and sinks, with their gradients, where the sizes say so."""
 
 
 @dataclass(frozen=True)
@@ -129,17 +140,8 @@ def match_softmax(softmax: fx.Node, statics: StaticValues) -> AttentionMatch:
     return AttentionMatch(output, query, key, value, scores, order, dropout)
 
 
-_SAME_VALUES = {
-    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.contiguous.default,
-    aten.clone.default, aten.alias.default, aten.view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten._unsafe_view.default,
-}  # fmt: skip
-
-
 _LEAST = {aten.maximum.default, aten.max.other, aten.clamp_min.default, aten.clamp.default}
-_DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 _MAXIMA = (aten.amax.default, aten.max.dim)
-_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, *_DIVISIONS}
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
     target = node.target
     if _keeps_pairs(node):
         return args[0], reading
-    if target in _SCALINGS and (scaled := _scaled(node, reading, statics)) is not None:
+    if target in (*MULTIPLICATIONS, *DIVISIONS) and (scaled := _scaled(node, reading, statics)) is not None:
         return args[0], scaled
     if (floor := _floor_below_all(node, statics)) is not None:
         return args[0], _raised_to(floor, reading)
@@ -218,7 +220,7 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
         return _read_add(node, reading, statics)
     if target is aten.sub.Tensor and _is_maximum_over_keys(args[1], args[0]):
         return args[0], _moved_by_a_constant(reading)
-    if target in (aten.where.self, aten.where.ScalarOther, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+    if target in (*FILLS, *WHERES):
         return _read_fill(node, reading, statics)
     if target is aten.cat.default and reading.scores.sinks is None:
         return _read_sinks(node, reading)
@@ -227,9 +229,9 @@ def _step_up(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[f
 
 def _scaled(node: fx.Node, reading: _Reading, statics: StaticValues) -> _Reading | None:
     """Scores times a number, or times a static pair table."""
+    if (number := factor_of(node, statics)) is not None:
+        return reading.scaled(number) if sizes(node) == sizes(node.args[0]) else None  # type: ignore[arg-type]
     factor: Any = node.args[1]
-    if (number := number_of(factor, statics)) is not None:
-        return reading.scaled(1.0 / number if node.target in _DIVISIONS else number)
     if node.target is aten.mul.Tensor and isinstance(statics.kinds.get(factor), Pair) and not reading.is_capped:
         return replace(reading, scores=replace(reading.scores, factors=(*reading.scores.factors, factor)))
     return None
@@ -240,7 +242,8 @@ def _floor_below_all(node: fx.Node, statics: StaticValues) -> float | None:
     if node.target not in _LEAST or len(node.args) != 2 or node.kwargs:
         return None
     floor = number_of(node.args[1], statics)
-    return floor if floor is not None and floor <= HIDDEN_BELOW else None
+    is_below_all = floor is not None and floor <= HIDDEN_BELOW and sizes(node) == sizes(node.args[0])  # type: ignore[arg-type]
+    return floor if is_below_all else None
 
 
 def _raised_to(floor: float, reading: _Reading) -> _Reading:
@@ -289,16 +292,13 @@ def _with_masks(scores: Scores, masks: Masks) -> Scores:
 
 
 def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
-    args: Any = node.args
-    is_where = "where" in str(node.target)
-    mask, scores, fill = (args[0], args[1], args[2]) if is_where else (args[1], args[0], args[2])
-    number = number_of(fill, statics)
-    if number is None or number > HIDDEN_BELOW:
+    found = filled(node, statics, lambda fill: fill <= HIDDEN_BELOW)
+    if found is None or not is_tensor(found.above):
         raise NoMatch("hidden scores are filled with a value that still gets weight")
     if not reading.is_untouched:
         raise NoMatch("its scores are changed after some were hidden")
-    found = read_masks(mask, statics, not is_where, number)
-    return scores, replace(reading, scores=_with_masks(reading.scores, found))
+    masks = read_masks(found.mask, statics, found.hides, found.fill)
+    return found.above, replace(reading, scores=_with_masks(reading.scores, masks))
 
 
 def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
@@ -308,7 +308,7 @@ def _read_sinks(node: fx.Node, reading: _Reading) -> tuple[fx.Node, _Reading]:
         raise NoMatch("its scores are concatenated with something that is not one sink per head")
     scores, sinks = parts
     source: Any = sinks
-    while source.op == "call_function" and source.target in (*_SAME_VALUES, aten.expand.default):
+    while source.target in (*_SAME_VALUES, aten.expand.default) and keeps_numbers(source):
         source = source.args[0]
     heads = math.prod(shape_of(sinks)[:-2])
     if shape_of(sinks)[-1] != 1 or shape_of(source) != (heads,):
@@ -329,15 +329,9 @@ def _read_baddbmm(node: fx.Node, reading: _Reading, statics: StaticValues) -> tu
 
 def _keeps_pairs(node: fx.Node) -> bool:
     """Whether a node only changes dtype, memory or leading dimensions of its input."""
-    if node.target is aten.slice.Tensor:
-        return _sizes(node) == _sizes(node.args[0])  # type: ignore[arg-type]
-    if node.target not in _SAME_VALUES or not node.meta["val"].is_floating_point():
-        return False
-    return _sizes(node)[-2:] == _sizes(node.args[0])[-2:]  # type: ignore[arg-type]
-
-
-def _sizes(node: fx.Node) -> list[sympy.Expr]:
-    return [size_expression(size) for size in shape_of(node)]
+    if node.target not in _SAME_VALUES or not keeps_numbers(node) or not node.meta["val"].is_floating_point():
+        return is_full_slice(node)
+    return sizes(node)[-2:] == sizes(node.args[0])[-2:]  # type: ignore[arg-type]
 
 
 def _moved_by_a_constant(reading: _Reading) -> _Reading:
@@ -367,7 +361,7 @@ def _is_maximum_over_keys(node: Any, scores: fx.Node) -> bool:
 
 def _product(node: fx.Node) -> tuple[Operand, Operand] | None:
     """Queries and keys of a node that multiplies them, else None."""
-    if node.target in (aten.matmul.default, aten.bmm.default):
+    if node.target in MATMULS:
         return _plain(node.args[0]), _transposed(node.args[1])  # type: ignore[arg-type]
     if node.target is aten.einsum.default:
         return _einsum_scores(node)
@@ -385,26 +379,23 @@ def _transposed(node: fx.Node) -> Operand:
     return Operand(node, (*range(rank - 2), rank - 1, rank - 2))
 
 
-def _einsum_parts(node: fx.Node) -> tuple[list[str], str, list[fx.Node]]:
-    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
-    inputs, _, output = equation.partition("->")
-    names = inputs.split(",")
-    letters_are_plain = "." not in equation and output and all(len(set(name)) == len(name) for name in names)
-    if not letters_are_plain or len(names) != 2:
-        raise NoMatch(f"the einsum {equation} is not known")
-    return names, output, list(operands)  # type: ignore[arg-type]
-
-
 def _einsum_scores(node: fx.Node) -> tuple[Operand, Operand]:
-    (left, right), output, operands = _einsum_parts(node)
-    *lead, query, key = list(output)
-    contracted = [letter for letter in left if letter in right and letter not in output]
-    if len(contracted) != 1 or query not in left or key not in right:
+    found = _einsum(node)
+    (left, right), operands = found.letters, found.operands
+    *lead, query, key = list(found.output)
+    if found.summed is None or query not in left or key not in right:
         raise NoMatch("the einsum of its scores does not end in query and key")
     return (
-        _by_letters(operands[0], left, [*lead, query, contracted[0]]),
-        _by_letters(operands[1], right, [*lead, key, contracted[0]]),
+        _by_letters(operands[0], left, [*lead, query, found.summed]),
+        _by_letters(operands[1], right, [*lead, key, found.summed]),
     )
+
+
+def _einsum(node: fx.Node) -> Einsum:
+    found = einsum_of_two(node)
+    if found is None:
+        raise NoMatch(f"the einsum {node.args[0]} is not known")
+    return found
 
 
 def _by_letters(node: fx.Node, letters: str, wanted: list[str]) -> Operand:
@@ -443,7 +434,7 @@ def _drops_sink(node: fx.Node) -> bool:
 
 
 def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
-    if output.target in (aten.matmul.default, aten.bmm.default) and output.args[0] is weights:
+    if output.target in MATMULS and output.args[0] is weights:
         return _plain(output.args[1]), _identity(output)  # type: ignore[arg-type]
     if output.target is aten.einsum.default:
         return _einsum_value(output, weights)
@@ -451,7 +442,8 @@ def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, 
 
 
 def _einsum_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
-    (left, right), result, operands = _einsum_parts(output)
+    found = _einsum(output)
+    (left, right), operands, result = found.letters, found.operands, found.output
     if operands[0] is not weights:
         left, right, operands = right, left, operands[::-1]
     *lead, query, key = list(left)
@@ -464,9 +456,7 @@ def _einsum_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int
 
 def is_score_softmax(node: fx.Node, symbol: Any) -> bool:
     """Whether `node` is a softmax whose last two dimensions are (T, T), or (T, T + 1) with a sink."""
-    if node.target not in (aten.softmax.int, aten._softmax.default) or not is_tensor(node):
+    if not is_softmax_over_last(node):
         return False
-    shape = [size_expression(size) for size in shape_of(node)]
-    given: Any = node.args[1]
-    dim = int(given) % len(shape)
-    return len(shape) >= 2 and dim == len(shape) - 1 and shape[-2] == symbol and shape[-1] in (symbol, symbol + 1)
+    *_, queries, keys = sizes(node)
+    return bool(queries == symbol and keys in (symbol, symbol + 1))

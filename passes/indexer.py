@@ -9,22 +9,15 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from tree_compile.passes.fills import filled
 from tree_compile.passes.masks import Mask, NoMatch, read_masks
 from tree_compile.passes.nodes import arguments, shown_name
+from tree_compile.passes.operators import DETACH, FILLS, WHERES
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
-from tree_compile.passes.roles import (
-    Roles,
-    factor_of,
-    keeps_numbers,
-    laid_out,
-    number_of,
-    product,
-    same_numbers,
-    sizes_of,
-)
-from tree_compile.passes.shapes import in_dtype, is_tensor, shape_of, size_expression
+from tree_compile.passes.roles import Roles, factor_of, laid_out, product, same_numbers, sizes_of, with_roles
+from tree_compile.passes.shapes import in_dtype, is_tensor, keeps_numbers, shape_of, size_expression, sizes
 from tree_compile.passes.static_values import Pair, StaticValues
 
 aten = torch.ops.aten
@@ -50,41 +43,55 @@ class IndexScores:
 
 
 def topk_of(index: fx.Node) -> fx.Node:
-    """The selection of the keys whose numbers `index` are.
+    """The selection of the keys whose numbers `index` `[…, queries, k]` are.
 
     Raises:
         NoMatch: they come from something else.
     """
-    node: Any = index
-    while node.target in _SAME_NUMBERS and keeps_numbers(node):
-        node = node.args[0]
+    lead = ["" if size == 1 else f"lead {dim}" for dim, size in enumerate(sizes(index)[:-2])]
+    return selection(with_roles(index, [*lead, "query", "slot"]))
+
+
+def selection(index: Roles) -> fx.Node:
+    """The selection whose numbers, for every query and slot, `index` has.
+
+    Raises:
+        NoMatch: they come from something else, or are not one list for every query.
+    """
+    while (above := same_numbers(index)) is not None:
+        index = above
+    node: Any = index.node
     topk: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
     if topk is None or topk.target is not aten.topk.default:
         raise NoMatch(f"its keys are chosen by {shown_name(node)}, not by the highest scores of an indexer")
+    if [name for name in index.names if name] != ["query", "slot"] or index.names[-1] != "slot":
+        raise NoMatch("its chosen keys are not one list for every query")
     given = arguments(topk)
-    if given["dim"] not in (-1, len(shape_of(given["self"])) - 1) or not given["largest"]:
+    if given["dim"] not in (-1, len(index.names) - 1) or not given["largest"]:
         raise NoMatch("its indexer does not choose the keys with the highest scores")
     if any(user.target is not operator.getitem or user.args[1] == 0 for user in topk.users if user.users):
         raise NoMatch("the scores that its indexer chooses by are used for something else as well")
     return topk
 
 
-_SAME_NUMBERS = {
-    aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.clone.default, aten.alias.default,
-    aten.detach.default, aten.unsqueeze.default, aten.expand.default,
-}  # fmt: skip
-
-
-def how_many(topk: fx.Node, symbol: sympy.Symbol) -> int:
+def how_many(topk: fx.Node, there_are: sympy.Expr) -> int:
     """c of a selection of c keys, or of all where they are fewer.
+
+    Args:
+        topk: the selection.
+        there_are: how many keys there are, of which it depends how many are chosen.
 
     Raises:
         NoMatch: the number depends on the number of tokens in another way.
     """
+    keys = sympy.Symbol("keys", integer=True, nonnegative=True)
     size = size_expression(topk.meta["val"][1].shape[-1])
-    most = size.subs(symbol, 1 << 40)
-    tried = [1, 2, *(most * factor + step for factor in (1, 4) for step in (-1, 0, 1))]
-    if most >= 1 << 20 or any(size.subs(symbol, t) not in (most, min(t, most)) for t in tried if t > 0):
+    chosen = size.xreplace({there_are: keys})
+    most = chosen.subs(keys, 1 << 40)
+    if not most.is_Integer or most >= 1 << 20:
+        raise NoMatch(f"its indexer chooses {size} keys, where T is the number of tokens")
+    tried = [0, 1, 2, *(most * factor + step for factor in (1, 4) for step in (-1, 0, 1))]
+    if any(chosen.subs(keys, n) not in (most, min(n, most)) for n in tried if n >= 0):
         raise NoMatch(f"its indexer chooses {size} keys, where T is the number of tokens")
     return int(most)
 
@@ -98,17 +105,16 @@ def read_index_scores(topk: fx.Node, statics: StaticValues) -> IndexScores:
     Raises:
         NoMatch: they are not made in this way.
     """
-    source: Any = topk.args[0]
-    start = Roles(source, ()).moved(source, ["query", "key"])
-    scores, masks = _read_masks(start, statics)
+    scores, masks = _read_masks(with_roles(topk.args[0], ["query", "key"]), statics)
     pairs, weights = _heads_apart(scores)
     has_relu = False
     while (found := _query_and_key(pairs)) is None:
         pairs, is_relu = _step_to_product(pairs, statics)
         has_relu |= is_relu
-    if not has_relu:
+    dtype = pairs.node.meta["val"].dtype
+    if not has_relu or not dtype.is_floating_point:
         raise NoMatch("its index scores are not cut off at 0 before the sum over heads")
-    return IndexScores(*found, weights, masks, pairs.node.meta["val"].dtype)
+    return IndexScores(*found, weights, masks, dtype)
 
 
 def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]]:
@@ -119,48 +125,51 @@ def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask
         node: Any = scores.node
         factor *= factor_of(node, statics) or 1.0
         above = _in_order(scores, statics)
-        if above is not None:
-            scores = above
-        elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-            masks += _filled(node.args[1], True, number_of(node.args[2], statics), factor, statics)
-            scores = scores.moved(node.args[0], scores.names)
-        elif node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
-            first, second = (number_of(part, statics) for part in node.args[1:3])
-            is_hidden_where_true = first is not None
-            fill, rest = (first, node.args[2]) if is_hidden_where_true else (second, node.args[1])
-            masks += _filled(node.args[0], is_hidden_where_true, fill, factor, statics)
-            scores = scores.moved(rest, scores.names)
-        elif node.target is aten.add.Tensor and not node.kwargs:
-            added, rest = node.args if node.args[0] in statics.nodes else node.args[::-1]
-            masks += _added(added, factor, statics)
-            scores = scores.moved(rest, scores.names)
-        else:
-            return scores, masks
+        if above is None:
+            if (found := _step_to_scores(scores, factor, statics)) is None:
+                return scores, masks
+            above, more = found
+            masks += more
+        scores = above
 
 
-def _filled(mask: Any, hides: bool, fill: float | None, factor: float, statics: StaticValues) -> tuple[Mask, ...]:
-    """A boolean mask whose hidden scores are `fill`, times `factor`."""
-    if fill is None or fill * factor > _NEVER_CHOSEN:
-        raise NoMatch("its index scores are filled with a value that still may be chosen")
-    return _static(mask, statics, hides, fill)
-
-
-def _added(table: Any, factor: float, statics: StaticValues) -> tuple[Mask, ...]:
-    """A table that is added to the scores, times `factor`."""
-    kind = statics.kinds.get(table)
-    hidden = [sample[sample <= HIDDEN_BELOW] for sample in kind.samples] if isinstance(kind, Pair) else []
-    if any(bool((values * factor > _NEVER_CHOSEN).any()) for values in hidden):
-        raise NoMatch("its index scores are lowered by a value with which they still may be chosen")
-    return _static(table, statics)
-
-
-def _static(node: Any, statics: StaticValues, hides: bool = False, fill: float = -math.inf) -> tuple[Mask, ...]:
-    if not is_tensor(node):
+def _step_to_scores(scores: Roles, factor: float, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]] | None:
+    """The scores before a mask, and that mask; None where there is none."""
+    node: Any = scores.node
+    if node.target in (*FILLS, *WHERES):
+        found = filled(node, statics, lambda fill: fill * factor <= _NEVER_CHOSEN)
+        if found is None:
+            raise NoMatch("its index scores are filled with a value that still may be chosen")
+        rest, mask, hides, fill = found.above, found.mask, found.hides, found.fill
+    elif node.target is aten.add.Tensor and not node.kwargs:
+        mask, rest = node.args if node.args[0] in statics.nodes else node.args[::-1]
+        hides, fill = False, -math.inf
+    else:
+        return None
+    if not is_tensor(mask) or not is_tensor(rest):
         raise NoMatch("a number is added to its index scores")
+    if scores.names[-2:] != ("query", "key"):
+        raise NoMatch("its index scores are masked while their last two dimensions are not those of queries and keys")
+    return scores.moved(rest, scores.names), _static(mask, hides, fill, factor, statics)
+
+
+def _static(node: fx.Node, hides: bool, fill: float, factor: float, statics: StaticValues) -> tuple[Mask, ...]:
     masks = read_masks(node, statics, hides, fill)
     if masks.chosen is not None:
         raise NoMatch("its keys are chosen twice")
+    lowest = [values * factor for mask in masks.static for values in _hiding(mask, statics)]
+    if not all(bool((values <= _NEVER_CHOSEN).all()) for values in lowest):
+        raise NoMatch("its index scores are lowered by a value with which they still may be chosen")
     return masks.static
+
+
+def _hiding(mask: Mask, statics: StaticValues) -> list[Tensor]:
+    """The scores that a mask gives to what it hides."""
+    kind = statics.kinds[mask.node]
+    samples = kind.samples if isinstance(kind, Pair) else ()
+    if any(sample.dtype == torch.bool for sample in samples):
+        return [torch.tensor(mask.fill, dtype=torch.float64)]
+    return [sample[~(sample > HIDDEN_BELOW)] for sample in samples]
 
 
 def _heads_apart(scores: Roles) -> tuple[Roles, Roles]:
@@ -183,8 +192,9 @@ def _heads_of_sum(scores: Roles) -> tuple[Roles, Roles]:
     given = arguments(node)
     weighed: Any = given["self"]
     rank = len(shape_of(weighed))
-    dims = [dim % rank for dim in given["dim"]]
-    if len(dims) != 1 or weighed.target is not aten.mul.Tensor or not all(map(is_tensor, weighed.args)):
+    dims = [dim % rank for dim in given["dim"] or ()]
+    is_weighed = weighed.target is aten.mul.Tensor and all(map(is_tensor, weighed.args))
+    if len(dims) != 1 or not is_weighed or not keeps_numbers(node):
         raise NoMatch("its index scores are a sum, but not over heads that are weighed")
     if given["keepdim"]:
         names.pop(dims[0])
@@ -221,6 +231,8 @@ def _in_order(scores: Roles, statics: StaticValues) -> Roles | None:
     """Scores before a step that keeps their order: another shape or dtype, or a positive factor."""
     if (above := same_numbers(scores)) is not None:
         return above
+    if scores.node.target is DETACH:  # a choice has no gradients
+        return scores.moved(scores.node.args[0], scores.names)
     factor = factor_of(scores.node, statics)
     if factor is not None and factor <= 0:
         raise NoMatch("its index scores are multiplied by a number that is not positive")

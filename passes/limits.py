@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from tree_compile.errors import SourceLine
+from tree_compile.passes.operators import SAME_NUMBERS, VIEWS
 from tree_compile.passes.probing import evaluate_if_possible
-from tree_compile.passes.shapes import Extent, extent, shape_of, token_symbol
+from tree_compile.passes.shapes import Extent, extent, keeps_numbers, shape_of, token_symbol
 from tree_compile.passes.source import source_line
 from tree_compile.passes.static_values import FIRST_REACH, GREATEST_PAIR, Kind, Pair, StaticValues, Table
 
 aten = torch.ops.aten
-_SAME_IDS = (aten.view.default, aten.to.dtype_layout, aten.to.dtype)
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class LengthLimit:
     Attributes:
         tokens: the greatest length that is allowed.
         where: the user's line that sets it.
-        counts_windows: whether it is where the tokens fill a first window, or a second one, of a fixed size.
+        has_floor_division: whether its condition divides: there tokens may fill a first window, or a second.
     """
 
     tokens: int
     where: SourceLine | None = None
-    counts_windows: bool = False
+    has_floor_division: bool = False
 
 
 def position_limit(statics: StaticValues) -> LengthLimit | None:
@@ -91,6 +91,6 @@ def vocabulary_size(graph: fx.Graph) -> int | None:
         for user in stack.pop().users:
             if user.target is aten.embedding.default:
                 return int(shape_of(user.args[0])[0])
-            if user.target in _SAME_IDS:
+            if user.target in (*SAME_NUMBERS, *VIEWS) and keeps_numbers(user):
                 stack.append(user)
     return None

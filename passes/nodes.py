@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -35,6 +35,37 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     values = {argument.name: argument.default_value for argument in schema.arguments}
     values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
     return values | dict(node.kwargs)
+
+
+class Einsum(NamedTuple):
+    """An einsum of two operands: the letters of the dimensions of each, and of the result."""
+
+    operands: tuple[fx.Node, fx.Node]
+    letters: tuple[str, str]
+    output: str
+
+    @property
+    def summed(self) -> str | None:
+        """The one letter that is summed over, in both operands; None where others are, or none is."""
+        found = (set(self.letters[0]) | set(self.letters[1])) - set(self.output)
+        letter = "".join(found)
+        return letter if len(found) == 1 and all(letter in letters for letters in self.letters) else None
+
+
+def einsum_letters(node: fx.Node) -> tuple[list[str], str] | None:
+    """The letters of an einsum's operands and of its result; None where the equation leaves some of them open."""
+    inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
+    return None if not output or "." in inputs else (inputs.split(","), output)
+
+
+def einsum_of_two(node: fx.Node) -> Einsum | None:
+    """The letters of an einsum of two operands, each of which has a letter once; None for any other node."""
+    found = einsum_letters(node) if node.target is torch.ops.aten.einsum.default else None
+    if found is None or len(found[0]) != 2 or any(len(set(part)) < len(part) for part in found[0]):
+        return None
+    (left, right), output = found
+    operands: Any = node.args[1]
+    return Einsum(tuple(operands), (left, right), output)
 
 
 def ancestors(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:

@@ -10,16 +10,15 @@ import torch
 from torch import fx
 
 from tree_compile.passes.nodes import arguments
+from tree_compile.passes.operators import PADS, SLICES, ZEROS
 from tree_compile.passes.shapes import shape_of, size_expression
 
 aten = torch.ops.aten
-_PADS = (aten.pad.default, aten.constant_pad_nd.default)
-_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 def pads(node: fx.Node) -> list[int] | None:
     """The padding with zeros, from the last dimension on; None for any other operation."""
-    if node.target not in _PADS:
+    if node.target not in PADS:
         return None
     given = arguments(node)
     is_zeros = given.get("mode", "constant") == "constant" and given["value"] in (None, 0)
@@ -35,13 +34,13 @@ def without_zeros(node: fx.Node, dim: int, count: int) -> fx.Node | None:
     given, rank = arguments(node), len(shape_of(node))
     front, *rest = given["tensors"]
     is_in_front = given["dim"] % rank - rank == dim and len(rest) == 1 and len(shape_of(front)) == rank
-    is_zeros = is_in_front and front.target in _ZEROS and size_expression(shape_of(front)[dim]) == count
+    is_zeros = is_in_front and front.target in ZEROS and size_expression(shape_of(front)[dim]) == count
     return rest[0] if is_zeros else None
 
 
 def keeps_first(node: fx.Node, dim: int, size: sympy.Expr) -> bool:
     """Whether the node keeps the first `size` entries of a dimension."""
-    if node.target not in (aten.slice.Tensor, aten.narrow.default):
+    if node.target not in SLICES:
         return False
     given, rank = arguments(node), len(shape_of(node))
     is_first = given["dim"] % rank - rank == dim and given["start"] in (None, 0) and given.get("step", 1) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tree_compile.passes.axes import TOKENS, Axis, Mixes, Value, broadcast, unify
+from tree_compile.passes.nodes import einsum_letters
 from tree_compile.passes.shapes import shape_of
 from tree_compile.passes.token_rules import RULES, Result, Rule, Step, operators, rule
 from tree_compile.runtime.attention import tree_attention
@@ -131,11 +132,12 @@ def _addmm(step: Step) -> Value:
 
 @rule("einsum.default")
 def _einsum(step: Step) -> Value:
-    inputs, _, output = str(step["equation"]).replace(" ", "").partition("->")
-    if not output or "." in inputs:
+    found = einsum_letters(step.node)
+    if found is None:
         raise Mixes("an einsum without an explicit output, or with an ellipsis, is not known")
+    inputs, output = found
     letters: dict[str, list[Axis | None]] = {}
-    for names, operand in zip(inputs.split(","), step["tensors"], strict=True):
+    for names, operand in zip(inputs, step["tensors"], strict=True):
         for letter, axis in zip(names, step.plain(operand).axes, strict=True):
             letters.setdefault(letter, []).append(axis)
     axes = {letter: unify(found) for letter, found in letters.items()}

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils._sympy.functions import FloorDiv
 
 from tree_compile.passes.autocast import AUTOCAST_OFF, as_the_model
+from tree_compile.passes.operators import SOFTMAXES
 
 
 def token_symbol(graph: fx.Graph) -> sympy.Symbol:
@@ -70,9 +71,46 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def sizes(node: fx.Node) -> list[sympy.Expr]:
+    """Sizes of a node's tensor value as expressions in T, which can be compared."""
+    return [size_expression(size) for size in shape_of(node)]
+
+
 def is_tensor(node: Any) -> bool:
     """Whether `node` is a node with one tensor as its value."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_boolean(node: Any) -> bool:
+    """Whether `node` has a boolean tensor as its value."""
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
+def keeps_numbers(node: fx.Node) -> bool:
+    """Whether the dtype of a node holds the numbers of its first input, up to rounding: no truths, none that wrap.
+
+    Of eight bits there are few numbers: who casts to them means the rounding.
+    """
+    source: Any = node.args[0]
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    if after == before:
+        return True
+    if after.is_floating_point:
+        return bool(before.is_floating_point and after.itemsize > 1)
+    return after in (torch.int32, torch.int64) and before in (torch.int32, torch.int64)
+
+
+def is_full_slice(node: fx.Node) -> bool:
+    """Whether `node` is a slice that takes everything."""
+    return node.target is torch.ops.aten.slice.Tensor and sizes(node) == sizes(node.args[0])  # type: ignore[arg-type]
+
+
+def is_softmax_over_last(node: fx.Node) -> bool:
+    """Whether `node` is a softmax over the last of several dimensions."""
+    if node.target not in SOFTMAXES or not is_tensor(node):
+        return False
+    rank, dim = len(shape_of(node)), node.args[1]
+    return rank > 1 and dim in (-1, rank - 1)
 
 
 def is_size(node: Any) -> bool:

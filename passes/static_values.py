@@ -19,17 +19,13 @@ from torch import Tensor, fx, nn
 from tree_compile.passes.draws import draws
 from tree_compile.passes.lengths import changed_at_some_length, is_prefix, same_steps, say_the_same, that_may_change
 from tree_compile.passes.nodes import ancestors, arguments, is_number_of_tokens
+from tree_compile.passes.operators import SAME_ROWS
 from tree_compile.passes.probing import probe
 from tree_compile.passes.shapes import Extent, extent, is_tensor, shape_of, token_symbol, window_beside_tokens
 
 GREATEST_PAIR = 8_200
 """Greatest T at which a value with two token dimensions is evaluated: 67 MB as booleans."""
 GREATEST_TABLE = 1 << 21
-CASTS = (
-    torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten._to_copy.default,
-    torch.ops.aten.contiguous.default, torch.ops.aten.clone.default,
-)  # fmt: skip
-"""What gives the same values in another dtype or memory."""
 FIRST_REACH = 1_024
 """Greatest T that a first classification holds for, at least; `find_static_values` can be asked for more."""
 
@@ -249,9 +245,7 @@ def _joins_windows(node: fx.Node, symbol: Any) -> bool:
     return is_joined and window_beside_tokens(shape_of(node)[-1], symbol) > 0
 
 
-_JOINED = (
-    torch.ops.aten.cat.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default, *CASTS
-)  # fmt: skip
+_JOINED = (torch.ops.aten.cat.default, *SAME_ROWS)
 
 
 def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:

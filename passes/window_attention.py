@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import fx
 
 from tree_compile.errors import RefusedModelError, TokenMixingError
-from tree_compile.passes.attention import _dropout
+from tree_compile.passes.attention import require_no_dropout
 from tree_compile.passes.attention_patterns import AttentionMatch, Operand, match_sdpa, match_softmax
 from tree_compile.passes.axes import TOKENS, Ancestors, Axis, Mixes, Value
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.indexer import operands
+from tree_compile.passes.indexer import how_many, operands
 from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments
+from tree_compile.passes.operators import SAME_NUMBERS, SAME_ROWS
 from tree_compile.passes.pair_tables import NotCausal, SeesNothing, pair_form
 from tree_compile.passes.plan_inputs import RowTables, plan_input, window_input
 from tree_compile.passes.shapes import (
@@ -25,20 +26,32 @@ from tree_compile.passes.shapes import (
     in_dtype,
     in_one_dtype,
     inherited,
+    is_boolean,
+    is_full_slice,
+    is_softmax_over_last,
+    keeps_numbers,
     shape_of,
-    size_expression,
+    sizes,
     token_symbol,
     window_beside_tokens,
 )
 from tree_compile.passes.source import module_path, source_line
-from tree_compile.passes.static_values import CASTS, Pair, StaticValues
+from tree_compile.passes.static_values import Pair, StaticValues
 from tree_compile.passes.token_rules import RULES, Step
-from tree_compile.passes.window_patterns import Seen, WindowReader, is_boolean, is_full_slice
+from tree_compile.passes.window_patterns import WindowReader
 from tree_compile.runtime.window_attention import all_entries, nearest_rows, topk_entries, window_attention
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An attention over the `near` nearest tokens, and over all entries or those of the selection `chosen`."""
+
+    match: AttentionMatch
+    near: int
+    chosen: fx.Node | None
 
 
 @dataclass(frozen=True)
@@ -65,33 +78,36 @@ class RewriteWindowAttention:
                     raise _unknown(node, str(error)) from None
         return tuple(findings)
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> Iterator[Finding]:
+    def _replace(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> list[Finding]:
+        found = self._read(graph, node, reader)
+        output = found.match.output
+        with graph.inserting_before(output):
+            replacement = self._emit(graph, found, reader)
+        output.replace_all_uses_with(replacement)
+        graph.erase_node(output)
+        return _findings(found, reader)
+
+    def _read(self, graph: fx.Graph, node: fx.Node, reader: WindowReader) -> _Found:
         masks = _masks(graph, reader)
-        pairs = {mask: Pair(()) for mask in masks}
-        statics = replace(self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs})
-        match = (match_sdpa if node.target is _SDPA else match_softmax)(node, statics)
-        if match.dropout:
-            raise _dropout(match.dropout, source_line(node))
-        scores = match.scores
-        more = (scores.softcap, scores.factors, scores.key_biases, scores.causal, scores.chosen)
-        if any(more) or len(scores.masks) != 1:
-            raise NoMatch("its scores are more than products, one mask and a sink")
-        mask = scores.masks[0]
+        match = self._match(node, masks)
+        mask = match.scores.masks[0]
         of_tokens, of_entries = masks[mask.node]
-        near = self._window(of_tokens, mask.hides)
-        seen = reader.mask(of_entries, mask.hides)
+        near, seen = self._window(of_tokens, mask.hides), reader.mask(of_entries, mask.hides)
         if not seen.closed:
             raise NoMatch("a query sees entries whose windows end behind it")
-        with graph.inserting_before(match.output):
-            replacement = self._emit(graph, match, reader, near, seen)
-        match.output.replace_all_uses_with(replacement)
-        graph.erase_node(match.output)
-        if seen.chosen is not None:
-            became = f"topk_entries, {reader.how_many(seen.chosen)} of the entries on every token's path"
-            yield Finding("indexer", became, source_line(seen.chosen), module_path(seen.chosen))
-        yield Finding(
-            "attention", _description(reader, near, seen), source_line(match.output), module_path(match.output)
-        )
+        return _Found(match, near, seen.chosen)
+
+    def _match(self, node: fx.Node, masks: Iterable[fx.Node]) -> AttentionMatch:
+        """The attention at `node`, with one of the joined masks; what that says is of no matter here."""
+        pairs = dict.fromkeys(masks, Pair(()))
+        statics = replace(self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs})
+        match = (match_sdpa if node.target is _SDPA else match_softmax)(node, statics)
+        require_no_dropout(match.dropout, node)
+        scores = match.scores
+        more = (scores.softcap, scores.factors, scores.key_biases, scores.causal, scores.chosen)
+        if any(more) or [mask.node in pairs for mask in scores.masks] != [True]:
+            raise NoMatch("its scores are more than products, one mask and a sink")
+        return match
 
     def _window(self, node: fx.Node, hides: bool) -> int:
         """How many tokens a query sees before the entries, itself among them."""
@@ -104,8 +120,8 @@ class RewriteWindowAttention:
             raise NoMatch("beside entries, a query may see a window of tokens and no others")
         return form.visibility.window
 
-    def _emit(self, graph: fx.Graph, match: AttentionMatch, reader: WindowReader, near: int, seen: Seen) -> fx.Node:
-        meta = match.output.meta
+    def _emit(self, graph: fx.Graph, found: _Found, reader: WindowReader) -> fx.Node:
+        match, meta = found.match, found.match.output.meta
         if match.output_order != (0, 1, 2, 3) or match.query.order != (0, 1, 2, 3):
             raise NoMatch("its output has some other layout than [1, heads, tokens, width]")
         key, value = (_parts(graph, operand, reader) for operand in (match.key, match.value))
@@ -113,11 +129,11 @@ class RewriteWindowAttention:
             raise NoMatch("its keys and its values are repeated for groups of heads in different ways")
         tensors = [match.query.node, key[0], value[0], key[1], value[1]]
         values = in_one_dtype(graph, tensors)
-        rows = self.tables.nearest(near)
-        if seen.chosen is None:
+        rows = self.tables.nearest(found.near)
+        if found.chosen is None:
             entries = self.tables.all_entries(reader.window)
         else:
-            entries = _chosen(graph, reader, seen.chosen, meta)
+            entries = _chosen(graph, reader, found.chosen)
         node = graph.call_function(
             window_attention, (*values, rows, entries), {"scale": match.scores.scale, "sinks": match.scores.sinks}
         )
@@ -130,10 +146,7 @@ def _windows_among_keys(node: fx.Node, symbol: Any) -> int:
     """m where `node` is attention over T tokens and T // m entries, and maybe a sink; else 0."""
     if node.target is _SDPA:
         return window_beside_tokens(shape_of(arguments(node)["key"])[-2], symbol)
-    if node.target not in _SOFTMAX or size_expression(shape_of(node)[-2]) != symbol:
-        return 0
-    dim: Any = node.args[1]
-    if int(dim) % len(shape_of(node)) != len(shape_of(node)) - 1:
+    if not is_softmax_over_last(node) or sizes(node)[-2] != symbol:
         return 0
     size = shape_of(node)[-1]
     return window_beside_tokens(size, symbol) or window_beside_tokens(size - 1, symbol)
@@ -144,13 +157,20 @@ def _masks(graph: fx.Graph, reader: WindowReader) -> dict[fx.Node, tuple[fx.Node
     found: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in graph.nodes:
         if node.target is aten.cat.default and (parts := _parts_of_cat(node, -1, reader)) is not None:
-            if size_expression(shape_of(node)[-2]) == reader.symbol:
+            if sizes(node)[-2] == reader.symbol:
                 _require_same_truth(node, parts)
                 found[node] = parts
-        elif node.target in (*CASTS, aten.unsqueeze.default, aten.expand.default) and node.args[0] in found:
-            _require_same_truth(node, node.args[:1])
+        elif node.target in SAME_ROWS and node.args[0] in found:
+            _require_same_mask(node)
             found[node] = found[node.args[0]]
     return found
+
+
+def _require_same_mask(node: fx.Node) -> None:
+    source: Any = node.args[0]
+    _require_same_truth(node, [source])
+    if not keeps_numbers(node) or sizes(node)[-2:] != sizes(source)[-2:]:
+        raise NoMatch("its mask is reshaped, or cast to numbers that are not the same")
 
 
 def _require_same_truth(node: fx.Node, sources: Sequence[Any]) -> None:
@@ -164,8 +184,8 @@ def _parts_of_cat(node: fx.Node, dim: int, reader: WindowReader) -> tuple[fx.Nod
     parts, rank = given["tensors"], len(shape_of(node))
     if len(parts) != 2 or given["dim"] % rank != dim % rank:
         return None
-    sizes = [extent(shape_of(part)[dim], reader.symbol) for part in parts]
-    return tuple(parts) if sizes == [Extent(1), Extent(1, reader.window)] else None
+    extents = [extent(shape_of(part)[dim], reader.symbol) for part in parts]
+    return tuple(parts) if extents == [Extent(1), Extent(1, reader.window)] else None
 
 
 def _parts(graph: fx.Graph, operand: Operand, reader: WindowReader) -> tuple[fx.Node, fx.Node]:
@@ -173,7 +193,7 @@ def _parts(graph: fx.Graph, operand: Operand, reader: WindowReader) -> tuple[fx.
     if operand.order != (0, 1, 2, 3) or shape_of(operand.node)[0] != 1:
         raise NoMatch("its keys have some other layout than [1, heads, tokens and entries, width]")
     node = _one_of_each_head(operand.node)
-    while node.target in CASTS:
+    while node.target in SAME_NUMBERS and keeps_numbers(node):
         node = node.args[0]  # type: ignore[assignment]
     parts = _parts_of_cat(node, 2, reader) if node.target is aten.cat.default else None
     if parts is None:
@@ -194,26 +214,35 @@ def _one_of_each_head(node: fx.Node) -> fx.Node:
     while is_full_slice(source):
         source = source.args[0]
     is_repeated = source.target is aten.unsqueeze.default and arguments(source)["dim"] == 2
-    return source.args[0] if is_repeated else node
+    # With a width of its own, heads and features are mixed.
+    return source.args[0] if is_repeated and sizes(source)[-2:] == sizes(node)[-2:] else node
 
 
-def _chosen(graph: fx.Graph, reader: WindowReader, topk: fx.Node, meta: dict[str, Any]) -> fx.Node:
+def _chosen(graph: fx.Graph, reader: WindowReader, topk: fx.Node) -> fx.Node:
     """The entries that every query keeps of a selection."""
     query, key, weights = operands(graph, reader.index_scores(topk), topk.meta)
     ranges, last = (window_input(graph, reader.window, name) for name in ("ranges", "last"))
-    keep = reader.how_many(topk)
+    keep = how_many(topk, reader.entries)
     plan = (plan_input(graph, "plan_segments"), ranges, last)
     node = graph.call_function(topk_entries, (query, key, weights, *plan, keep))
-    node.meta = inherited(meta)
+    node.meta = inherited(topk.meta)
     node.meta["val"] = query.meta["val"].new_empty((1, shape_of(query)[1], keep), dtype=torch.int32)
     return node
 
 
-def _description(reader: WindowReader, near: int, seen: Seen) -> str:
-    entries = f"the entries of windows of {reader.window} tokens"
-    if seen.chosen is not None:
-        entries = f"the {reader.how_many(seen.chosen)} best of {entries}"
-    return f"window_attention over the {near} nearest tokens and {entries} on its path"
+def _findings(found: _Found, reader: WindowReader) -> list[Finding]:
+    entries, output = f"the entries of windows of {reader.window} tokens", found.match.output
+    findings = []
+    if found.chosen is not None:
+        keep = how_many(found.chosen, reader.entries)
+        entries = f"the {keep} best of {entries}"
+        findings.append(_finding("indexer", f"topk_entries, {keep} of the entries on every token's path", found.chosen))
+    became = f"window_attention over the {found.near} nearest tokens and {entries} on its path"
+    return [*findings, _finding("attention", became, output)]
+
+
+def _finding(kind: str, became: str, node: fx.Node) -> Finding:
+    return Finding(kind, became, source_line(node), module_path(node))
 
 
 def _unknown(node: fx.Node, why: str) -> RefusedModelError:

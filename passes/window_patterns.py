@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
 import sympy
@@ -15,33 +16,27 @@ import torch
 from torch import Tensor, fx
 from torch.utils._sympy.functions import FloorDiv
 
-from tree_compile.passes.indexer import IndexScores, read_index_scores
-from tree_compile.passes.masks import NoMatch
+from tree_compile.passes.fills import number_of
+from tree_compile.passes.indexer import IndexScores, read_index_scores, topk_of
+from tree_compile.passes.masks import MaskReader, NoMatch, View, index_of_visible
 from tree_compile.passes.nodes import arguments, shown_name
+from tree_compile.passes.operators import FULL, SAME_ROWS, SCATTERS, VIEWS, WHERES
 from tree_compile.passes.pair_tables import HIDDEN_BELOW, as_visibility
 from tree_compile.passes.probing import evaluate
-from tree_compile.passes.roles import keeps_numbers
-from tree_compile.passes.shapes import extent, is_tensor, shape_of, size_expression
-from tree_compile.passes.static_values import FIRST_REACH, Fill, Fixed, Pair, StaticValues, Table, WindowPair
+from tree_compile.passes.shapes import Extent, extent, is_boolean, is_full_slice, keeps_numbers, sizes
+from tree_compile.passes.static_values import FIRST_REACH, Pair, StaticValues, Table, WindowPair
 
 aten = torch.ops.aten
-_SAME = {
-    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.contiguous.default,
-    aten.clone.default, aten.alias.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
-    aten.expand_as.default, aten.detach.default,
-}  # fmt: skip
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_FILLED = {
-    aten.full.default: "fill_value", aten.full_like.default: "fill_value", aten.new_full.default: "fill_value",
-    aten.zeros.default: 0.0, aten.zeros_like.default: 0.0, aten.new_zeros.default: 0.0,
-    aten.ones.default: 1.0, aten.ones_like.default: 1.0, aten.new_ones.default: 1.0,
-}  # fmt: skip
-_WHERES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
-_FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
-_BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
-_EITHER = {aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor}
-_NOT = {aten.logical_not.default, aten.bitwise_not.default}
-_ON_BITS = _BOTH | _EITHER | _NOT
+_AT_LEAST = (aten.ge.Tensor, aten.ge.Scalar)
+_LESS = (aten.lt.Tensor, aten.lt.Scalar)
+
+
+class Dropped(Enum):
+    """What stands in an index for an entry that it drops."""
+
+    MINUS_ONE = auto()
+    SPARE = auto()
+    """T // m, behind the last entry."""
 
 
 @dataclass(frozen=True)
@@ -56,29 +51,26 @@ class Seen:
     closed: bool = False
     chosen: fx.Node | None = None
 
-    def __and__(self, other: Seen) -> Seen:
+    def __add__(self, other: Seen) -> Seen:
         if self.chosen is not None and other.chosen not in (None, self.chosen):
             raise NoMatch("its entries are chosen twice")
         return Seen(self.closed or other.closed, self.chosen or other.chosen)
 
 
 @dataclass(frozen=True)
-class WindowReader:
+class WindowReader(MaskReader[Seen]):
     """Reads masks over windows of `window` tokens, in a graph with the given static values."""
 
     graph_module: fx.GraphModule
     statics: StaticValues
     symbol: sympy.Symbol
     window: int
+    nothing: Seen = Seen()
 
-    def _stripped(self, node: Any) -> Any:
-        """A node without what only changes its precision, memory or dimensions of size one; static ones stay."""
-        kinds = self.statics.kinds
-        while isinstance(node, fx.Node) and node not in kinds and (node.target in _SAME or is_full_slice(node)):
-            if not keeps_numbers(node):
-                break
-            node = node.args[0]
-        return node
+    @property
+    def entries(self) -> sympy.Expr:
+        """How many entries there are."""
+        return FloorDiv(self.symbol, sympy.Integer(self.window))
 
     def mask(self, node: Any, hides: bool = False) -> Seen:
         """What a boolean or floating `[…, T, T // m]` lets a query see; `hides` for one that is True where hidden.
@@ -86,33 +78,15 @@ class WindowReader:
         Raises:
             NoMatch: it is not known.
         """
-        node = self._stripped(node)
-        kind = self.statics.kinds.get(node)
-        if isinstance(kind, WindowPair):
-            return self._static(kind, hides)
-        args: Any = node.args if isinstance(node, fx.Node) else ()
-        target = getattr(node, "target", None)
-        if self._is_all(node, hides):
-            return Seen()
-        if target in _FILLS and self._is_hidden(args[2], hides):
-            return self.mask(args[0], hides) & self.mask(args[1], hides=True)
-        if target in _WHERES:
-            return self._where(args, hides)
-        if target in _ON_BITS and not is_boolean(node):
-            raise NoMatch("its mask over entries is combined as numbers")
-        # A sum of truths is true where either is.
-        is_sum = target is aten.add.Tensor and not node.kwargs and (hides or not is_boolean(node))
-        if is_sum or target in (_EITHER if hides else _BOTH):
-            return self.mask(args[0], hides) & self.mask(args[1], hides)
-        if target in _NOT:
-            return self.mask(args[0], not hides)
-        if target is aten.slice.Tensor and self._drops_the_spare(node):
-            return self._scattered(args[0], hides, spare=True)
-        return self._scattered(node, hides, spare=False)
+        return self.read(node, View(hides, as_bool=is_boolean(node)))
 
-    def _static(self, kind: WindowPair, hides: bool) -> Seen:
+    def static(self, node: Any, view: View) -> Seen:
+        """Which entries are closed: those of windows that end at the query or before it, and no others."""
+        kind = self.statics.kinds.get(node)
+        if not isinstance(kind, WindowPair):
+            raise NoMatch("its mask over entries depends on the tokens, or is not one of queries and entries")
         for sample in kind.samples:
-            visible = as_visibility(sample, hides) if sample.dtype == torch.bool else sample > HIDDEN_BELOW
+            visible = as_visibility(sample, view.hides) if sample.dtype == torch.bool else sample > HIDDEN_BELOW
             if sample.dtype != torch.bool and bool((sample[visible] != 0).any()):
                 raise NoMatch("its scores of entries have a bias")
             if not bool((visible == self._closed(*sample.shape[-2:])).all()):
@@ -123,127 +97,87 @@ class WindowReader:
         """Which entries are closed for each query: bool [queries, entries]."""
         return torch.arange(entries) < (torch.arange(queries)[:, None] + 1) // self.window
 
-    def _where(self, args: Any, hides: bool) -> Seen:
-        condition, one, other = args
-        if self._is_hidden(other, hides):
-            return self.mask(condition) & self.mask(one, hides)
-        if self._is_hidden(one, hides):
-            return self.mask(condition, hides=True) & self.mask(other, hides)
-        raise NoMatch("neither side of a torch.where in its mask hides something")
-
-    def _is_hidden(self, node: Any, hides: bool) -> bool:
-        number = self._number(node)
-        return number is not None and ((number == 1) if hides else number <= HIDDEN_BELOW or _is_false(node, number))
-
-    def _is_all(self, node: Any, hides: bool) -> bool:
-        number = self._number(node)
-        if number is None:
-            return False
-        return number == (0 if hides or not is_boolean(node) else 1)
-
-    def _number(self, node: Any) -> float | None:
-        """The number that a node holds everywhere."""
-        node = self._stripped(node)
-        if isinstance(node, (bool, int, float)):
-            return float(node)
-        kind = self.statics.kinds.get(node)
-        if isinstance(kind, Fixed | Fill) and kind.value.numel():
-            first = kind.value.flatten()[0]
-            return float(first) if bool((kind.value == first).all()) else None
-        filled: Any = _FILLED.get(getattr(node, "target", None))  # type: ignore[arg-type]
-        number = arguments(node)[filled] if isinstance(filled, str) else filled
-        return None if isinstance(number, fx.Node) or number is None else float(number)
-
     # Chosen by an index
 
-    def _drops_the_spare(self, node: fx.Node) -> bool:
-        """Whether it leaves out the last of T // m + 1 entries, which stands for none."""
-        given = arguments(node)
-        before, after = (size_expression(shape_of(value)[-1]) for value in (given["self"], node))
-        is_last = given["dim"] % len(shape_of(node)) == len(shape_of(node)) - 1
-        return is_last and given["start"] in (0, None) and given["step"] == 1 and before - after == 1
-
-    def _scattered(self, node: Any, hides: bool, *, spare: bool) -> Seen:
-        if getattr(node, "target", None) not in (aten.scatter.value, aten.scatter.src):
-            what = shown_name(node) if isinstance(node, fx.Node) and node.op == "call_function" else str(node)
-            raise NoMatch(f"the step {what} of its mask over entries is not known")
-        given = arguments(node)
-        visible = self._is_all_of(given.get("value", given.get("src")), node, hides)
-        is_last = given["dim"] % len(shape_of(node)) == len(shape_of(node)) - 1
-        if not is_last or not visible or not self._is_hidden_in(given["self"], hides):
-            raise NoMatch("what it writes at the chosen entries does not make them visible, and them alone")
-        rows, all_rows = ([size_expression(size) for size in shape_of(of)[:-1]] for of in (given["index"], node))
-        if rows != all_rows:
-            raise NoMatch("its index names entries for some of the tokens only")
-        seen, dropped_to = self._index(given["index"])
-        if dropped_to != ("spare" if spare else None) and not (spare and dropped_to is None):
+    def other(self, node: fx.Node, view: View) -> Seen:
+        """What a mask shows that is made of an index of entries: with a spare one, which is cut off, for none."""
+        source: Any = node.args[0] if self._cuts_the_spare(node) else node
+        if source.target not in SCATTERS:
+            raise NoMatch(f"the step {shown_name(source)} of its mask over entries is not known")
+        seen, dropped = self._index(index_of_visible(source, view, self.statics))
+        if dropped not in (None, Dropped.SPARE if source is not node else None):
             raise NoMatch("entries that are not seen are written to a place that is")
         return seen
 
-    def _is_all_of(self, value: Any, node: fx.Node, hides: bool) -> bool:
-        number = self._number(value)
-        return number == (1 if node.meta["val"].dtype == torch.bool and not hides else 0)
-
-    def _is_hidden_in(self, node: Any, hides: bool) -> bool:
-        number = self._number(node)
-        if number is None:
+    def _cuts_the_spare(self, node: fx.Node) -> bool:
+        """Whether it leaves out the last of T // m + 1 entries, which stands for none."""
+        if node.target is not aten.slice.Tensor:
             return False
-        if node.meta["val"].dtype == torch.bool:
-            return number == (1 if hides else 0)
-        return number <= HIDDEN_BELOW
+        given = arguments(node)
+        *lead, before = sizes(given["self"])
+        is_last = [*lead, before - 1] == sizes(node) and extent(before - 1, self.symbol) == Extent(1, self.window)
+        return is_last and given["start"] in (0, None) and given["step"] == 1
 
-    def _index(self, node: Any) -> tuple[Seen, str | None]:
-        """The entries that numbers `[…, T, k]` name, and what stands for those that were dropped: "none" for -1."""
+    def _stripped(self, node: Any) -> Any:
+        """A node without what only changes its precision, memory or leading dimensions; static ones stay."""
+        while isinstance(node, fx.Node) and node not in self.statics.kinds:
+            if not (node.target in SAME_ROWS or is_full_slice(node)) or not keeps_numbers(node):
+                break
+            if sizes(node)[-2:] != sizes(node.args[0])[-2:]:  # type: ignore[arg-type]
+                break
+            node = node.args[0]
+        return node
+
+    def _index(self, node: fx.Node) -> tuple[Seen, Dropped | None]:
+        """The entries that numbers `[…, T, k]` name, and what stands for those that were dropped."""
         node = self._stripped(node)
-        if node.target is operator.getitem and node.args[0].target is aten.topk.default and node.args[1] == 1:
-            return Seen(chosen=node.args[0]), None
-        if node.target not in _WHERES:
+        if node.target is operator.getitem:
+            return Seen(chosen=topk_of(node)), None
+        if node.target not in WHERES:
             raise NoMatch(f"the step {shown_name(node)} of its index of entries is not known")
         condition, one, other = node.args
-        dropped = one if self._sentinel(one) else other
-        kept = other if dropped is one else one
-        sentinel = self._sentinel(dropped)
-        if sentinel is None:
+        when = self._stands_for_dropped(one) is not None
+        kept, stands = (other, one) if when else (one, other)
+        dropped = self._stands_for_dropped(stands)
+        if dropped is None or not isinstance(kept, fx.Node) or not isinstance(condition, fx.Node):
             raise NoMatch("dropped entries of its index are replaced by something that is not known")
         seen, before = self._index(kept)
-        drops = self._drops(condition, kept, when=dropped is one)
-        if drops == "unclosed" and before is None:
-            return seen & Seen(closed=True), sentinel
-        if drops == "none" and before == "none":
-            return seen, sentinel
+        if before is None and self._drops_unclosed(condition, kept, when):
+            return seen + Seen(closed=True), dropped
+        if before is Dropped.MINUS_ONE and self._drops_negative(condition, kept, when):
+            return seen, dropped
         raise NoMatch("the entries that its index drops are not those whose windows end behind the query")
 
-    def _sentinel(self, node: Any) -> str | None:
-        """What a number of an entry stands for: "none" for -1, "spare" for T // m, behind the last entry."""
-        if self._number(node) == -1:
-            return "none"
+    def _stands_for_dropped(self, node: Any) -> Dropped | None:
+        if number_of(node, self.statics) == -1:
+            return Dropped.MINUS_ONE
         node = self._stripped(node)
-        fill = arguments(node).get("fill_value") if isinstance(node, fx.Node) and node.target in _FILLED else node
-        if isinstance(fill, fx.Node) and not is_tensor(fill):
-            found = extent(fill.meta["val"], self.symbol)
-            return (
-                "spare"
-                if found is not None and (found.factor, found.window, found.fewer) == (1, self.window, 0)
-                else None
-            )
-        return None
+        if isinstance(node, fx.Node) and node.target in FULL:
+            is_whole = node.meta["val"].dtype in (torch.int32, torch.int64)
+            node = arguments(node)["fill_value"] if is_whole else None
+        size = node.meta["val"] if isinstance(node, fx.Node) else None
+        is_spare = isinstance(size, torch.SymInt) and extent(size, self.symbol) == Extent(1, self.window)
+        return Dropped.SPARE if is_spare else None
 
-    def _drops(self, condition: Any, kept: Any, *, when: bool) -> str | None:
-        """What is dropped where `condition` is `when`: entries that are not "unclosed", or those that are "none"."""
-        target, args = condition.target, condition.args
-        if len(args) != 2 or self._stripped(args[0]) is not self._stripped(kept):
-            return None
-        at_least = {aten.ge.Tensor, aten.ge.Scalar}
-        less = {aten.lt.Tensor, aten.lt.Scalar}
-        if target not in at_least | less:
-            return None
-        if isinstance(args[1], (int, float)):
-            return "none" if args[1] == 0 and (target in less) == when else None
-        return "unclosed" if self._is_threshold(args[1]) and (target in at_least) == when else None
+    def _drops_unclosed(self, condition: fx.Node, kept: fx.Node, when: bool) -> bool:
+        """Whether what is dropped, where `condition` is `when`, are entries from the first on that is not closed."""
+        targets, bound = (_AT_LEAST if when else _LESS), self._bound(condition, kept)
+        return condition.target in targets and bound is not None and self._is_threshold(bound)
+
+    def _drops_negative(self, condition: fx.Node, kept: fx.Node, when: bool) -> bool:
+        targets, bound = (_LESS if when else _AT_LEAST), self._bound(condition, kept)
+        return condition.target in targets and isinstance(bound, (int, float)) and bound == 0
+
+    def _bound(self, condition: fx.Node, kept: fx.Node) -> Any:
+        """What `kept` is compared with; None where something else is compared."""
+        args = condition.args
+        return args[1] if len(args) == 2 and self._stripped(args[0]) is self._stripped(kept) else None
 
     def _is_threshold(self, node: Any) -> bool:
         """Whether it is (position + 1) // m, the number of windows that are closed."""
-        while isinstance(node, fx.Node) and node not in self.statics.kinds and node.target in _SAME | _VIEWS:
+        while isinstance(node, fx.Node) and node not in self.statics.kinds and node.target in (*SAME_ROWS, *VIEWS):
+            if not keeps_numbers(node):
+                return False
             node = node.args[0]
         if not isinstance(self.statics.kinds.get(node), Table):
             return False
@@ -260,47 +194,9 @@ class WindowReader:
         Raises:
             NoMatch: it is not an indexer that is known, or it compares entries that are not closed.
         """
-        given = arguments(topk)
-        if given["dim"] % len(shape_of(given["self"])) != len(shape_of(given["self"])) - 1 or not given["largest"]:
-            raise NoMatch("its indexer does not choose the entries with the highest scores")
         pairs = {node: Pair(kind.samples) for node, kind in self.statics.kinds.items() if isinstance(kind, WindowPair)}
         scores = read_index_scores(topk, replace(self.statics, kinds={**self.statics.kinds, **pairs}))
-        seen = functools.reduce(operator.and_, (self.mask(mask.node, mask.hides) for mask in scores.masks), Seen())
+        seen = functools.reduce(operator.add, (self.mask(mask.node, mask.hides) for mask in scores.masks), Seen())
         if not seen.closed or seen.chosen is not None:
             raise NoMatch("its indexer chooses among entries whose windows end behind the query")
         return scores
-
-    def how_many(self, topk: fx.Node) -> int:
-        """c of a selection of c entries, or of all where they are fewer.
-
-        Raises:
-            NoMatch: the number depends on the number of tokens in another way.
-        """
-        entries = sympy.Symbol("entries", integer=True, nonnegative=True)
-        size = size_expression(topk.meta["val"][1].shape[-1])
-        size = size.xreplace(
-            {whole: entries for whole in size.atoms(FloorDiv) if whole.args == (self.symbol, self.window)}
-        )
-        most = size.subs(entries, 1 << 40)
-        tried = [0, 1, 2, *(most * factor + step for factor in (1, 4) for step in (-1, 0, 1))]
-        if most >= 1 << 20 or any(size.subs(entries, n) not in (most, min(n, most)) for n in tried if n >= 0):
-            raise NoMatch(f"its indexer chooses {size} entries")
-        return int(most)
-
-
-def is_boolean(node: Any) -> bool:
-    """Whether `node` has a boolean tensor as its value."""
-    return is_tensor(node) and node.meta["val"].dtype == torch.bool
-
-
-def is_full_slice(node: fx.Node) -> bool:
-    """Whether `node` is a slice that takes everything."""
-    if node.target is not aten.slice.Tensor:
-        return False
-    args: Any = node.args
-    sizes = [[size_expression(size) for size in shape_of(value)] for value in (args[0], node)]
-    return sizes[0] == sizes[1]
-
-
-def _is_false(node: Any, number: float) -> bool:
-    return number == 0 and is_boolean(node)

@@ -17,6 +17,7 @@ from torch.utils._sympy.functions import FloorDiv
 from tree_compile.passes.axes import BLANK, TOKENS, Axis, Mixes, Value, broadcast
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.nodes import arguments
+from tree_compile.passes.operators import PADS, SLICES
 from tree_compile.passes.plan_inputs import OUTSIDE, window_input
 from tree_compile.passes.shapes import Extent, extent, inherited, is_size, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
@@ -25,8 +26,6 @@ from tree_compile.passes.token_rules import RULES, Step
 from tree_compile.runtime.window_attention import entries_before, first_entries, later_entries, tokens_of_windows
 
 aten = torch.ops.aten
-_SLICES = (aten.slice.Tensor, aten.narrow.default)
-_PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _extents(node: Any, symbol: Any, dim: int) -> Extent | None:
 
 def _cut_to_windows(node: fx.Node, symbol: Any) -> int:
     """m where `node` cuts T tokens to whole windows of m, from the first on; 0 for anything else."""
-    if node.target not in _SLICES or arguments(node)["start"] not in (0, None) or arguments(node).get("step", 1) != 1:
+    if node.target not in SLICES or arguments(node)["start"] not in (0, None) or arguments(node).get("step", 1) != 1:
         return 0
     before, after = (_extents(value, symbol, _dim(node)) for value in (node.args[0], node))
     whole = before == Extent(1) and after is not None and after.window and after.factor == after.window
@@ -86,18 +85,19 @@ def _cut_to_windows(node: fx.Node, symbol: Any) -> int:
 
 
 def _replace_shift(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
-    if node.target in _SLICES:
+    if node.target in SLICES:
         _replace_slice(graph, node, symbol)
     elif node.target is aten.slice_scatter.default:
         given = arguments(node)
         window = _later(given["src"], symbol, dim := _dim(node))
-        if window and given["start"] == 1 and given["step"] == 1:
+        is_whole = bool(window) and _extents(node, symbol, dim) == Extent(1, window)
+        if is_whole and given["start"] == 1 and given["step"] == 1:
             _put_first(graph, node, given["self"], given["src"], dim, window)
     elif node.target is aten.cat.default and len(arguments(node)["tensors"]) == 2:
         first, later = arguments(node)["tensors"]
         if (window := _later(later, symbol, dim := _dim(node))) and shape_of(first)[dim] == 1:
             _put_first(graph, node, first, later, dim, window)
-    elif node.target in _PADS:
+    elif node.target in PADS:
         _replace_pad(graph, node, symbol)
 
 
@@ -111,7 +111,7 @@ def _replace_slice(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
     """All entries but the first, or but the last: the entries that have one before them, or those before."""
     given, dim = arguments(node), _dim(node)
     source: Any = node.args[0]
-    if source.target in _PADS and given["start"] in (0, None) and given.get("step", 1) == 1:
+    if source.target in PADS and given["start"] in (0, None) and given.get("step", 1) == 1:
         _replace_pad(graph, node, symbol)
         return
     before, window = _extents(source, symbol, dim), _later(node, symbol, dim)
@@ -132,13 +132,13 @@ def _replace_pad(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
 
     It is `F.pad(x[:, :-1], (0, 0, 1, 0))`, or `F.pad(x, (0, 0, 1, -1))`, or `F.pad(x, (0, 0, 1, 0))[:, :T // m]`.
     """
-    padded: Any = node if node.target in _PADS else node.args[0]
+    padded: Any = node if node.target in PADS else node.args[0]
     given = arguments(padded)
     pad, source = list(given["pad"]), given["self"]
     dim = len(shape_of(node)) - len(pad) // 2
     found, left = (_extents(value, symbol, dim) for value in (source, node))
     is_constant = given.get("mode", "constant") == "constant" and not any(pad[:-2]) and pad[-2] == 1
-    if not is_constant or found is None or not found.window or left != Extent(1, found.window):
+    if not is_constant or found is None or not found.window or found.factor != 1 or left != Extent(1, found.window):
         return
     previous = window_input(graph, found.window, "previous")
     later = source if found.fewer else _insert_before(graph, node, source, dim, previous)

@@ -135,7 +135,7 @@ def length_limit(
             before = short or ShortLengths(0, frozenset(), first)
             short = ShortLengths(max(found.least, before.least), found.turns | before.turns, first)
         elif found.limit is not None and (limit is None or found.limit < limit.tokens):
-            limit = LengthLimit(found.limit, _guard_line(guard, graph), counts_windows="//" in guard)
+            limit = LengthLimit(found.limit, _guard_line(guard, graph), has_floor_division="//" in guard)
     return limit, short, error
 
 

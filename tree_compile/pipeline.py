@@ -135,7 +135,7 @@ def _captured(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
 def _captures(plain: PlainModel, example: tuple[Tensor, ...]) -> list[Captured]:
     """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
     found = [_captured(plain, example)]
-    while (limit := found[-1].limit) is not None and limit.counts_windows and limit.tokens < _LONGEST_EXAMPLE:
+    while (limit := found[-1].limit) is not None and limit.has_floor_division and limit.tokens < _LONGEST_EXAMPLE:
         try:
             longer = _captured(plain, example_of(plain, longer_example(plain, limit.tokens)))
         except RefusedModelError:

@@ -78,8 +78,20 @@ def entry_before_by_pad(model, x, ids):
     return x + attend(model, x, entries + before, closed(x))
 
 
+def softmax_of_one_dimension(model, x, ids):
+    return x * model.gain.softmax(0)[0]
+
+
 @pytest.mark.parametrize(
-    "step", [all_entries, entry_before, entry_before_by_cat, difference_of_entries, entry_before_by_pad]
+    "step",
+    [
+        all_entries,
+        entry_before,
+        entry_before_by_cat,
+        difference_of_entries,
+        entry_before_by_pad,
+        softmax_of_one_dimension,
+    ],
 )
 def test_entries_and_the_entries_before_them_are_exact(step):
     model = Tiny(step)
@@ -249,6 +261,76 @@ def chosen_by_narrow_numbers(model, x, ids):
     return attend_by(model, x, torch.cat([near(x)[None], seen & closed(x)], -1))
 
 
+def biases(x):
+    """Of the tokens that are near and of the entries that are closed."""
+    return [torch.zeros_like(seen(x), dtype=x.dtype).masked_fill(~seen(x), -1e5) for seen in (near, closed)]
+
+
+def best_entries(model, x):
+    return index_scores(model, x).masked_fill(~closed(x), -torch.inf).topk(min(2, x.shape[1] // M))
+
+
+def chosen_bias_as_truth(model, x, ids):
+    bias = torch.full_like(index_scores(model, x), -torch.inf).scatter(-1, best_entries(model, x).indices, 0.0)
+    return x + attend(model, x, entries_of(x), torch.logical_and(bias, closed(x)))
+
+
+def zeros_as_truth(model, x, ids):
+    nothing = torch.logical_not(torch.logical_not(torch.zeros_like(index_scores(model, x))))
+    return x + attend(model, x, entries_of(x), nothing & closed(x))
+
+
+def chosen_as_bias_where_closed(model, x, ids):
+    seen = torch.where(closed(x), chosen(model, x), -torch.inf)
+    return x + attend_by(model, x, torch.cat([biases(x)[0][None], seen], -1))
+
+
+def chosen_plus_bias(model, x, ids):
+    tokens, entries = biases(x)
+    return x + attend_by(model, x, torch.cat([tokens[None], chosen(model, x) + entries], -1))
+
+
+def joined_bias_in_eight_bits(model, x, ids):
+    return x + attend_by(model, x, torch.cat(biases(x), -1).to(torch.int8).to(x.dtype))
+
+
+def keys_in_whole_numbers(model, x, ids):
+    query, key, value = model.heads(x)
+    key, value = (
+        torch.cat([own, entries_of(own.transpose(1, 2).flatten(2)).unflatten(-1, (2, -1)).transpose(1, 2)], 2)
+        for own in (key, value)
+    )
+    mask = torch.cat([near(x), closed(x)], -1)
+    return x + merged(F.scaled_dot_product_attention(query, key.int().to(x.dtype), value, attn_mask=mask))
+
+
+def heads_mixed_with_features(model, x, ids):
+    entries = entries_of(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    both = torch.cat([model.heads(x)[1], entries], 2)
+    key = both[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 2, -1, WIDTH)
+    query, mask = model.heads(x)[0].repeat(1, 1, 1, 2), torch.cat([near(x), closed(x)], -1)
+    return x + merged(F.scaled_dot_product_attention(query, key, key, attn_mask=mask))[..., :WIDTH]
+
+
+def chosen_where_others_are_nan(model, x, ids):
+    best = index_scores(model, x).masked_fill(~closed(x), torch.nan).topk(min(2, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
+def scores_of_the_choice_as_values(model, x, ids):
+    best = best_entries(model, x)
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best.indices, True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen) + best.values[..., :1].relu()
+
+
+def as_many_as_a_tenth(model, x, ids):
+    scores = index_scores(model, x).masked_fill(~closed(x), -torch.inf)
+    best = scores.topk(min((x.shape[1] + 9) // 10, x.shape[1] // M)).indices
+    seen = torch.zeros(1, x.shape[1], x.shape[1] // M, dtype=torch.bool).scatter(-1, best, True) & closed(x)
+    return x + attend(model, x, entries_of(x), seen)
+
+
 def first_head_for_all(model, x, ids):
     query = model.heads(x)[0].repeat(1, 2, 1, 1)
     entries = entries_of(x).unflatten(-1, (2, -1)).transpose(1, 2)
@@ -271,11 +353,21 @@ FORMS = [
     (chosen_below_a_clamped_threshold, "scaled_dot_product_attention", "entries that its index drops"),
     (joined_mask_as_bias, "scaled_dot_product_attention", "between truth and numbers"),
     (joined_bias_as_mask, "scaled_dot_product_attention", "between truth and numbers"),
-    (chosen_mask_as_bias, "scaled_dot_product_attention", "of its mask over entries is not known"),
+    (chosen_mask_as_bias, "scaled_dot_product_attention", "is used as a number"),
     (promoted_mask, "scaled_dot_product_attention", "between truth and numbers"),
-    (chosen_for_some_tokens, "scaled_dot_product_attention", "for some of the tokens"),
-    (chosen_or_closed_by_a_sum, "scaled_dot_product_attention", "over entries"),
+    (chosen_for_some_tokens, "scaled_dot_product_attention", "that the list of chosen keys has none for"),
+    (chosen_or_closed_by_a_sum, "scaled_dot_product_attention", "are added as numbers"),
     (chosen_by_narrow_numbers, "scaled_dot_product_attention", "of its index of entries is not known"),
+    (chosen_bias_as_truth, "scaled_dot_product_attention", "hides the keys of a list"),
+    (zeros_as_truth, "scaled_dot_product_attention", "aten::zeros_like of its mask over entries is not known"),
+    (chosen_as_bias_where_closed, "scaled_dot_product_attention", "is used as a number"),
+    (chosen_plus_bias, "scaled_dot_product_attention", "is used as a number"),
+    (joined_bias_in_eight_bits, "scaled_dot_product_attention", "numbers that are not the same"),
+    (keys_in_whole_numbers, "scaled_dot_product_attention", "not tokens and entries, joined right before"),
+    (heads_mixed_with_features, "scaled_dot_product_attention", "not tokens and entries, joined right before"),
+    (chosen_where_others_are_nan, "scaled_dot_product_attention", "still may be chosen"),
+    (scores_of_the_choice_as_values, "scaled_dot_product_attention", "that its indexer chooses by"),
+    (as_many_as_a_tenth, "scaled_dot_product_attention", "its indexer chooses Min"),
     (first_head_for_all, "scaled_dot_product_attention", "not tokens and entries, joined right before"),
     (all_tokens_as_well, "scaled_dot_product_attention", "a window of tokens and no others"),
 ]

@@ -96,6 +96,30 @@ def test_bias_that_is_counted_from_the_end_is_refused_beside_a_sink():
     assert "sink does not" in refusal(Attention(attend))
 
 
+def test_sinks_that_are_cut_to_whole_numbers_are_exact():
+    def attend(model, query, key, value):
+        scores = scores_of(query, key).masked_fill(~causal(query), LOWEST)
+        sinks = model.sinks.int().to(query.dtype).view(1, -1, 1, 1).expand(1, -1, query.shape[-2], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
+
+    assert is_exact(Attention(attend))
+
+
+def test_scores_over_zero_are_refused():
+    def attend(_model, query, key, value):
+        return (scores_of(query, key) / 0.0).masked_fill(~causal(query), LOWEST).softmax(-1) @ value
+
+    assert "step aten::div" in refusal(Attention(attend))
+
+
+def test_weights_of_eight_bits_are_refused():
+    def attend(_model, query, key, value):
+        weights = scores_of(query, key).masked_fill(~causal(query), LOWEST).softmax(-1)
+        return weights.to(torch.float8_e4m3fn).to(query.dtype) @ value
+
+    assert "go into aten::to" in refusal(Attention(attend))
+
+
 def test_number_of_tokens_that_is_added_to_all_scores_is_exact():
     def attend(_model, query, key, value):
         scores = scores_of(query, key) + query.shape[-2]
@@ -129,6 +153,13 @@ def test_fill_value_from_a_tensor_is_exact():
     def attend(_model, query, key, value):
         lowest = torch.full((), LOWEST, dtype=query.dtype)
         return torch.where(causal(query), scores_of(query, key), lowest).softmax(-1) @ value
+
+    assert is_exact(Attention(attend))
+
+
+def test_fill_value_that_comes_first_is_exact():
+    def attend(_model, query, key, value):
+        return torch.where(~causal(query), -torch.inf, scores_of(query, key)).softmax(-1) @ value
 
     assert is_exact(Attention(attend))
 

@@ -106,14 +106,6 @@ def filled_by_list(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) ->
     return (query @ key.mT + bias.masked_fill(hidden, torch.finfo(query.dtype).min)).softmax(-1) @ value
 
 
-def indexed_keys(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
-    keys, values = (tensor[0, 0][chosen[0]] for tensor in (key, value))
-    scores = torch.einsum("hqd,qkd->hqk", query[0], keys) * 0.3
-    hidden = chosen[0] > torch.arange(query.shape[2])[:, None]
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,qkd->hqd", weights, values)[None]
-
-
 def gathered_keys(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
     length, width = query.shape[2:]
     both = torch.cat([key[:, 0], value[:, 0]], -1)
@@ -126,7 +118,31 @@ def gathered_keys(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> 
     return torch.matmul(weights, values).transpose(1, 2)
 
 
-ATTENTIONS = [mask_of_list, mask_that_shows, bias_of_list, filled_by_list, indexed_keys, gathered_keys]
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Over keys that are indexed, with steps between those that are always there."""
+
+    queries: Callable[[Tensor], Tensor] = same
+    keys: Callable[[Tensor], Tensor] = same
+    scores: Callable[[Tensor], Tensor] = same
+    hidden: Callable[[Tensor], Tensor] = same
+    weights: Callable[[Tensor], Tensor] = same
+    fill: float = -torch.inf
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+        keys, values = (tensor[0, 0][chosen[0]] for tensor in (key, value))
+        scores = self.scores(torch.einsum("hqd,qkd->hqk", self.queries(query[0]), self.keys(keys)))
+        hidden = self.hidden(chosen[0] > torch.arange(query.shape[2])[:, None])
+        weights = self.weights(scores.masked_fill(hidden, self.fill).softmax(-1))
+        return torch.einsum("hqk,qkd->hqd", weights, values)[None]
+
+
+indexed_keys = Indexed(scores=lambda scores: scores * 0.3)
+ATTENTIONS = [mask_of_list, mask_that_shows, bias_of_list, filled_by_list, gathered_keys]
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,14 @@ FORMS = {
     **{f"scores {scores.__name__}": Form(scores=scores) for scores in SCORES},
     **{f"mask {mask.__name__}": Form(mask=mask) for mask in MASKS},
     **{f"attention {attention.__name__}": Form(attention=attention) for attention in ATTENTIONS},
+    "attention indexed_keys": Form(attention=indexed_keys),
+    "features from far before the first": Form(
+        attention=Indexed(queries=lambda query: query[..., :4], keys=lambda keys: keys[..., -100:4])
+    ),
+    "scores of a region without gradients": Form(mask=torch.no_grad()(filled)),
+    "choice of a region without gradients": Form(
+        choose=torch.no_grad()(lambda scores: scores.topk(min(CHOSEN, scores.shape[-1])).indices)
+    ),
     "indices in int32": Form(
         choose=lambda scores: scores.topk(min(CHOSEN, scores.shape[-1])).indices.to(torch.int32).long()
     ),
@@ -279,7 +303,45 @@ def barely_hidden(scores: Tensor) -> Tensor:
 
 
 def hidden_then_scaled(scores: Tensor) -> Tensor:
-    return scores.masked_fill(later(scores.shape[-1]), -1e38) * 1e-35
+    return scores.masked_fill(later(scores.shape[-1]), -1e38) * 1e-10
+
+
+def hidden_by_nan(scores: Tensor) -> Tensor:
+    """Which topk takes for the highest."""
+    return scores.masked_fill(later(scores.shape[-1]), torch.nan)
+
+
+def barely_lowered_by_a_mask_like_the_scores(scores: Tensor) -> Tensor:
+    return scores + torch.zeros_like(scores).masked_fill(later(scores.shape[-1]), -1e5)
+
+
+def masked_as_key_by_query(scores: Tensor) -> Tensor:
+    """Hides what comes before the query."""
+    return scores.mT.masked_fill(later(scores.shape[-1]), -torch.inf).mT
+
+
+def all_made_zero(scores: Tensor) -> Tensor:
+    return filled(scores * 1e-200 * 1e-200)
+
+
+def all_made_infinite(scores: Tensor) -> Tensor:
+    return filled(scores * torch.inf)
+
+
+def rounded_down(scores: Tensor) -> Tensor:
+    return filled(torch.div(scores, 0.5, rounding_mode="floor"))
+
+
+def number_over_scores(scores: Tensor) -> Tensor:
+    return filled(2.0 / scores)
+
+
+def mask_added_in_part(scores: Tensor) -> Tensor:
+    return torch.add(scores, torch.zeros(scores.shape[-2:]).masked_fill(later(scores.shape[-1]), -1e30), alpha=1e-20)
+
+
+def as_many_as_a_tenth(scores: Tensor) -> Tensor:
+    return scores.topk(min(CHOSEN, (scores.shape[-1] + 9) // 10)).indices
 
 
 def barely_lowered(scores: Tensor) -> Tensor:
@@ -318,6 +380,53 @@ def scaled_after_hiding(query: Tensor, key: Tensor, value: Tensor, chosen: Tenso
     return torch.einsum("hqk,qkd->hqd", scores.softmax(-1), values)[None]
 
 
+def halves_as_truth(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """Which whole numbers cut to 0."""
+    length = query.shape[2]
+    shown = torch.zeros(1, 1, length, length).scatter(-1, chosen.unsqueeze(1), 0.5).long().bool()
+    return F.scaled_dot_product_attention(query, key, value, shown & ~later(length))
+
+
+def bias_in_eight_bits(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """Where -100000 becomes 96."""
+    length = query.shape[2]
+    bias = query.new_full((1, 1, length, length), -1e5).scatter(-1, chosen.unsqueeze(1), 0.0)
+    bias = bias.to(torch.int8).to(query.dtype).masked_fill(later(length), -torch.inf)
+    return F.scaled_dot_product_attention(query, key, value, bias)
+
+
+def truth_as_bias(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    bias = torch.zeros(1, 1, length, length).scatter(-1, chosen.unsqueeze(1), 1.0).bool().to(query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, bias.masked_fill(later(length), -torch.inf))
+
+
+def truth_as_fill(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """What would be -100000 is 1."""
+    length = query.shape[2]
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).scatter(-1, chosen.unsqueeze(1), False)
+    bias = torch.where(hidden, query.new_full((1, 1, length, length), -1e5).bool(), torch.zeros(length, length))
+    return F.scaled_dot_product_attention(query, key, value, bias.masked_fill(later(length), -torch.inf))
+
+
+def bias_as_truth(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    length = query.shape[2]
+    bias = query.new_full((1, 1, length, length), -torch.inf).scatter(-1, chosen.unsqueeze(1), 0.0)
+    return F.scaled_dot_product_attention(query, key, value, torch.logical_and(bias, ~later(length)))
+
+
+def first_feature_alone(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """Sums each of queries and keys on its own."""
+    keys, values = (tensor[0, 0][chosen[0]] for tensor in (key, value))
+    scores = torch.einsum("hqd,qk->hqk", query[0], keys[..., 0])
+    hidden = chosen[0] > torch.arange(query.shape[2])[:, None]
+    return torch.einsum("hqk,qkd->hqd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)[None]
+
+
+def in_eight_bits(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
+
+
 def numbers_as_values(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
     return mask_of_list(query, key, value, chosen) + chosen[:, None, :, :1].to(value.dtype)
 
@@ -334,10 +443,50 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "hidden_then_scaled": (Form(mask=hidden_then_scaled), "still may be chosen"),
     "barely_lowered": (Form(mask=barely_lowered), "still may be chosen"),
     "mask_as_bias": (Form(attention=mask_as_bias), "used as a number"),
-    "list_as_bias": (Form(attention=list_as_bias), "hides the keys of a list"),
+    "list_as_bias": (Form(attention=list_as_bias), "used as a number"),
     "numbers_inverted": (Form(attention=numbers_inverted), "combined as numbers"),
     "list_for_one_head": (Form(attention=list_for_one_head), "has rows that the list"),
     "scaled_after_hiding": (Form(attention=scaled_after_hiding), "changed after some were hidden"),
+    "hidden_by_nan": (Form(mask=hidden_by_nan), "still may be chosen"),
+    "barely_lowered_by_a_mask_like_the_scores": (
+        Form(mask=barely_lowered_by_a_mask_like_the_scores),
+        "still may be chosen",
+    ),
+    "masked_as_key_by_query": (Form(mask=masked_as_key_by_query), "not those of queries and keys"),
+    "all_made_zero": (Form(mask=all_made_zero), "come from aten::mul"),
+    "all_made_infinite": (Form(mask=all_made_infinite), "come from aten::mul"),
+    "rounded_down": (Form(mask=rounded_down), "come from aten::div"),
+    "number_over_scores": (Form(mask=number_over_scores), "come from aten::reciprocal"),
+    "mask_added_in_part": (Form(mask=mask_added_in_part), "come from aten::add"),
+    "as_many_as_a_tenth": (Form(choose=as_many_as_a_tenth), "its indexer chooses Min"),
+    "halves_as_truth": (Form(attention=halves_as_truth), "numbers that are not the same"),
+    "bias_in_eight_bits": (Form(attention=bias_in_eight_bits), "numbers that are not the same"),
+    "truth_as_bias": (Form(attention=truth_as_bias), "used as a number"),
+    "truth_as_fill": (Form(attention=truth_as_fill), "still gets weight"),
+    "bias_as_truth": (Form(attention=bias_as_truth), "hides the keys of a list"),
+    "weights in whole numbers": (
+        Form(attention=Indexed(weights=lambda weights: weights.int().to(weights.dtype))),
+        "its weights go into aten::to",
+    ),
+    "weights as truths": (
+        Form(attention=Indexed(weights=lambda weights: weights.bool().to(weights.dtype))),
+        "its weights go into aten::to",
+    ),
+    "weights in eight bits": (Form(attention=Indexed(weights=in_eight_bits)), "its weights go into aten::to"),
+    "keys in eight bits": (Form(attention=Indexed(keys=in_eight_bits)), "its keys come from aten::to"),
+    "keys without gradients": (Form(attention=Indexed(keys=Tensor.detach)), "its keys come from aten::detach"),
+    "scores without gradients": (Form(attention=Indexed(scores=Tensor.detach)), "changed after some were hidden"),
+    "scores over zero": (Form(attention=Indexed(scores=lambda scores: scores / 0.0)), "changed after some were hidden"),
+    "one feature of the keys for all": (
+        Form(attention=Indexed(keys=lambda keys: keys[..., :1])),
+        "the same at all places that a product sums over",
+    ),
+    "one head of the queries for all": (
+        Form(attention=Indexed(queries=lambda query: query[:1], hidden=lambda hidden: hidden.expand(2, -1, -1))),
+        "the same for all queries, heads or keys",
+    ),
+    "hidden by nan": (Form(attention=Indexed(fill=torch.nan)), "still gets weight"),
+    "first_feature_alone": (Form(attention=first_feature_alone), "einsum hqd,qk->hqk"),
     "smallest": (Form(choose=smallest), "does not choose the keys with the highest scores"),
     "by_sorting": (Form(choose=by_sorting), "chosen by aten::slice"),
     "without_cut_off": (Form(scores=without_cut_off), "depends on the tokens"),

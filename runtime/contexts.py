@@ -13,7 +13,7 @@ from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
-__all__ = ["check_share", "shared_at_most"]
+__all__ = ["check_share", "mask_of", "shared_at_most"]
 
 _SHARES = ("all", "context")
 _WHY = "it says of each token whether it is trained on."
@@ -57,10 +57,10 @@ def _masks(trainable: Any) -> list[NDArray[np.bool_]]:
     if not isinstance(trainable, Iterable) or isinstance(trainable, str | bytes):
         what = f"trainable is a {type(trainable).__name__}, not a list of one list per sequence."
         raise TokenTypeError(what, why=_WHY, hint=_HINT)
-    return [_mask(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
+    return [mask_of(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
 
 
-def _mask(value: Any, label: str) -> NDArray[np.bool_]:
+def mask_of(value: Any, label: str) -> NDArray[np.bool_]:
     """Which entries of one list, array or tensor on any device are not 0."""
     array = as_array(value, label, "bools or numbers", _WHY, _HINT)
     if array.dtype.kind not in "biuf":

@@ -10,7 +10,8 @@ import numpy as np
 
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count
 from tree_compile.runtime.planning import plan_rows
-from tree_compile.runtime.sequences import Batch, Sequences, as_batch, check_fits
+from tree_compile.runtime.samples import batch_of
+from tree_compile.runtime.sequences import Batch, Sequences, check_fits
 
 __all__ = ["Estimate", "Estimates", "estimate"]
 
@@ -102,7 +103,7 @@ def estimate(
         ValueError: `groups` has not one entry per sequence, a count is not between 1 and the number of groups, or
             another option has no meaning.
     """
-    batch = as_batch(pool)
+    batch = batch_of(pool)
     members = _members(batch, groups)
     samples = check_count("samples", samples, 1)
     lengths = _counts("row_tokens", row_tokens)

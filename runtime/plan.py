@@ -16,7 +16,8 @@ from tree_compile.runtime.page import plan_page
 from tree_compile.runtime.plan_file import Numbers, not_a_plan, read_plan, write_plan
 from tree_compile.runtime.render import render_plan
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.sequences import Batch, IntArray, Sequences, as_batch
+from tree_compile.runtime.samples import batch_of
+from tree_compile.runtime.sequences import Batch, IntArray, Sequences
 from tree_compile.runtime.tree import PrefixTree
 from tree_compile.runtime.trie import first_other_sequence
 
@@ -126,7 +127,7 @@ class Plan:
             InputError: the sequences are not usable.
             PlanError: they are others.
         """
-        batch, tree = as_batch(sequences), self.tree
+        batch, tree = batch_of(sequences), self.tree
         if not np.array_equal(batch.lengths, tree.sequence_length):
             raise _other_sequences(f"The plan is for {self.sequences} sequences of other lengths.")
         other = first_other_sequence(batch, tree.sequence_segment, tree.start, tree.parent, tree.source)

@@ -9,7 +9,8 @@ from tree_compile.errors import PayloadError
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
-from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, as_batch, check_fits
+from tree_compile.runtime.samples import batch_of
+from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, check_fits
 
 __all__ = ["Planner", "ReadyRow"]
 
@@ -79,7 +80,7 @@ class Planner:
         Raises:
             InputError: the sequence is not usable, or longer than a row. It is not added then.
         """
-        batch = as_batch(_of_one(sequence), first=self._added)
+        batch = batch_of(_of_one(sequence), first=self._added)
         self._check_names(tuple(batch.inputs))
         check_fits(batch.lengths, self._row_tokens, first=self._added)
         # Copies: a caller may fill the same array with the next rollout.

@@ -11,7 +11,8 @@ from tree_compile.runtime.layout import lay_out
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.rows import pack_rows
-from tree_compile.runtime.sequences import Sequences, TokenSequence, as_batch
+from tree_compile.runtime.samples import batch_of
+from tree_compile.runtime.sequences import Sequences, TokenSequence
 from tree_compile.runtime.tree import build_prefix_tree
 
 __all__ = ["plan_rows", "warm_up"]
@@ -43,7 +44,8 @@ def plan_rows(
         pad_rows: fill every row up to `row_tokens` with tokens that nobody reads.
         share: "all" shares every common prefix; "context" shares it up to, and without, the token before the first
             trainable one, so that each sequence has its own copy of all that a loss reads.
-        trainable: for `share="context"`, per sequence one bool or number per token, not 0 where it is trained on.
+        trainable: for `share="context"`, per sequence one bool or number per token, not 0 where it is trained on;
+            samples have their own.
         plan_seconds: how long rows are improved; 0 takes the best construction.
         plan_attempts: improve for so many attempts instead, which gives the same rows on every machine.
 
@@ -52,8 +54,10 @@ def plan_rows(
         ValueError: an option has no meaning.
     """
     options = check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
-    check_share(share, trainable)
-    batch = as_batch(sequences)
+    batch = batch_of(sequences)
+    check_share(share, batch.samples if trainable is None and share == "context" else trainable)
+    if share == "context" and trainable is None and batch.samples is not None:
+        trainable = [sample.is_trained for sample in batch.samples.all]
     limits = None if trainable is None else shared_at_most(batch, trainable)
     tree = build_prefix_tree(batch, options.min_shared_tokens, limits)
     leaf_row, bounds = pack_rows(tree, options.row_tokens, options.objective, options.budget)

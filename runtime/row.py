@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tree_compile.errors import PlanError
+from tree_compile.errors import PayloadError, PlanError
 from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END
+from tree_compile.runtime.samples import Counts, Sample, counts_of, per_token
 from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
 
 __all__ = ["Row"]
@@ -67,6 +69,49 @@ class Row:
             PlanError: the plan is without its sequences.
         """
         return next(iter(self.inputs.values()))
+
+    @cached_property
+    def samples(self) -> dict[int, Sample]:
+        """The samples of the row's sequences, by their numbers.
+
+        Raises:
+            PlanError: the plan was made for sequences without payloads, or is without them.
+        """
+        if self.batch is None or self.batch.samples is None:
+            raise PlanError(
+                "The sequences of this row have no payloads.",
+                why="they were passed as tokens alone.",
+                hint="pass samples: model([Sample(tokens, advantage=…), …]).",
+            )
+        return {number: self.batch.samples.all[number] for number in self.sequence_ids}
+
+    @cached_property
+    def counts(self) -> Counts:
+        """What is counted over all samples of the batch, those of other rows among them."""
+        if self.batch is None or self.batch.samples is None:
+            return counts_of(self.samples.values())
+        return self.batch.samples.counts
+
+    def payload(self, name: str) -> NDArray[Any]:
+        """A payload with one entry per token in the layout of the row, [T, …]; 0 on padding.
+
+        Raises:
+            PayloadError: it is missing, has another length, or is not the same in all sequences through a token.
+        """
+        found: NDArray[Any] | None = None
+        seen = np.zeros(self.length + self.padding, np.bool_)
+        for number, sample in self.samples.items():
+            values, path = per_token(sample, number, name), self.path(number)
+            found = np.zeros((len(seen), *values.shape[1:]), values.dtype) if found is None else found
+            if not np.array_equal(found[path[seen[path]]], values[seen[path]], equal_nan=values.dtype.kind == "f"):
+                raise PayloadError(
+                    f"{name!r} of sample {number} differs from that of another sample where they share tokens.",
+                    why="a token of the row is computed once for all of them.",
+                    hint="read it by sequence: out.payload(name)[i].",
+                )
+            found[path], seen[path] = values, True
+        assert found is not None
+        return found
 
     @property
     def length(self) -> int:
@@ -158,4 +203,6 @@ class Row:
         """A row is sent with its own tokens and without the other sequences of the batch."""
         has_tokens = self.batch is not None or "inputs" in vars(self)
         inputs = {"inputs": self.inputs} if has_tokens else {}
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs
+        has_samples = "samples" in vars(self) or (self.batch is not None and self.batch.samples is not None)
+        samples = {"samples": self.samples, "counts": self.counts} if has_samples else {}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs | samples

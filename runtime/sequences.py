@@ -22,6 +22,8 @@ from tree_compile.runtime.counts import count_of
 if TYPE_CHECKING:
     import torch
 
+    from tree_compile.runtime.samples import Sample, Samples
+
 __all__ = [
     "TOKENS",
     "Batch",
@@ -38,7 +40,7 @@ __all__ = [
 IntArray: TypeAlias = NDArray[np.int64]
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
 TokenSequence: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
-Sequences: TypeAlias = "Sequence[TokenSequence] | Mapping[str, Sequence[TokenSequence]] | Batch"
+Sequences: TypeAlias = "Sequence[TokenSequence] | Sequence[Sample] | Mapping[str, Sequence[TokenSequence]] | Batch"
 
 TOKENS = "input_ids"
 """The name of the input that holds the tokens."""
@@ -61,9 +63,11 @@ class Batch:
         inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
             The first name is that of the tokens, the others are payloads. Arrays are not copied, and keep their
             integer type. They have to stay as they are until the rows of a plan are made from them.
+        samples: the samples that the sequences are of; None where they are sequences alone.
     """
 
     inputs: dict[str, list[TokenArray]]
+    samples: Samples | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,7 +85,8 @@ class Batch:
     def of(self, ids: Iterable[int]) -> Batch:
         """Some of its sequences, in the order of `ids`."""
         ids = list(ids)
-        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()})
+        samples = self.samples and type(self.samples)(tuple(self.samples.all[i] for i in ids))
+        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()}, samples)
 
 
 def as_batch(inputs: Sequences, first: int = 0) -> Batch:

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from tree_compile.runtime.planner import Planner
     from tree_compile.runtime.planning import plan_rows
     from tree_compile.runtime.row import Row
+    from tree_compile.runtime.samples import Sample
 
 __all__ = [
-    "Plan", "Planner", "Row", "TreeCompileError", "TreeModel", "__version__", "estimate", "plan_rows", "treecompile",
+    "Plan", "Planner", "Row", "Sample", "TreeCompileError", "TreeModel", "__version__", "estimate", "plan_rows",
+    "treecompile",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -25,6 +27,7 @@ _HOME = {
     "Plan": "tree_compile.runtime.plan",
     "Planner": "tree_compile.runtime.planner",
     "Row": "tree_compile.runtime.row",
+    "Sample": "tree_compile.runtime.samples",
     "TreeCompileError": "tree_compile.errors",
     "TreeModel": "tree_compile.api",
     "estimate": "tree_compile.runtime.estimate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,21 @@ class TreeModel(nn.Module):
             # Before the sequences: a padded batch is told what to leave out.
             check_inputs(input_names(sequences))
         return plan_rows(sequences, **self._plan_options)
+
+    def rows(self, samples: Sequences | Plan) -> Iterator[TreeOutput]:
+        """Computes a batch row by row: the outputs of one row at a time.
+
+        With losses that are divided by what is counted over the whole batch, as those of `tree_compile.losses`, their
+        gradients add up to that of the whole batch.
+
+        Args:
+            samples: as in `forward`, or a plan.
+
+        Raises:
+            As `forward`.
+        """
+        for row in self._rows(samples):
+            yield self(row)
 
     def explain(self, sequences: Sequences | None = None) -> Explanation:
         """What each mixing node of the model became, with the user's file and line; `str()` of it is a text.

@@ -13,6 +13,7 @@ from tree_compile.capture import OutputForm
 from tree_compile.distributions import Distributions, TopTokens
 from tree_compile.per_sequence import PartsOfRows, PerSequence
 from tree_compile.row_result import RowResult
+from tree_compile.runtime.samples import Counts, Sample, payload_of
 
 
 # A dataclass, because DistributedDataParallel looks for tensors in the fields of those.
@@ -114,6 +115,30 @@ class TreeOutput(Sequence[Any]):
     @cached_property
     def _distributions(self) -> Distributions:
         return Distributions(self._results, self.sequence_ids)
+
+    @cached_property
+    def samples(self) -> dict[int, Sample]:
+        """The samples of the call, by their numbers.
+
+        Raises:
+            PlanError: the call was made with sequences without payloads.
+        """
+        return {number: sample for result in self._results for number, sample in result.row.samples.items()}
+
+    @property
+    def counts(self) -> Counts:
+        """What is counted over all samples of the batch, those of other rows among them."""
+        return self._results[0].row.counts
+
+    def payload(self, name: str) -> PerSequence[Any]:
+        """A payload of every sample, as it was given.
+
+        Raises:
+            PayloadError: there is none of this name.
+            PlanError: the call was made with sequences without payloads.
+        """
+        found = {number: payload_of(sample, number, name) for number, sample in self.samples.items()}
+        return PerSequence(self.sequence_ids, found)
 
     @property
     def logits(self) -> PerSequence[Tensor]:

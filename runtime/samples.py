@@ -1,0 +1,200 @@
+"""Samples: sequences with what belongs to them, and what is counted over all samples of a batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tree_compile.errors import PayloadError
+from tree_compile.runtime.contexts import mask_of
+from tree_compile.runtime.sequences import Batch, Sequences, TokenSequence, as_array, as_batch
+
+__all__ = ["GROUP", "PAIR", "Counts", "Sample", "Samples", "batch_of", "counts_of", "payload_of", "per_token"]
+
+GROUP = "group"
+"""The payload that samples of one prompt have in common."""
+PAIR = "pair"
+"""The payload that the two samples of a preference have in common."""
+
+
+class Sample:
+    """One sequence and what belongs to it.
+
+    Args:
+        tokens: token ids, [len].
+        trainable: per token, not 0 where a loss counts it; all of them if left out. The first token of a sequence has
+            no log-probability, and so never counts.
+        payloads: anything else: per token [len, …], such as old log-probabilities, or per sequence, such as a reward.
+            They are kept as they are.
+    """
+
+    def __init__(self, tokens: TokenSequence, trainable: TokenSequence | None = None, **payloads: Any) -> None:
+        self.tokens = tokens
+        self.trainable = trainable
+        self.payloads = payloads
+
+    def __repr__(self) -> str:
+        return f"Sample({len(self.tokens)} tokens, payloads: {', '.join(self.payloads) or 'none'})"
+
+    def key(self, name: str) -> Hashable:
+        """A payload that samples have in common, to be compared: the number in an array or tensor of one."""
+        value = self.payloads[name]
+        return value.item() if hasattr(value, "item") else value
+
+    @cached_property
+    def is_trained(self) -> NDArray[np.bool_]:
+        """Which tokens a loss counts, bool [len]."""
+        if self.trainable is None:
+            mask = np.ones(len(self.tokens), np.bool_)
+        else:
+            mask = mask_of(self.trainable, "trainable").copy()
+        mask[:1] = False
+        return mask
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What losses are divided by, over all samples of a batch, however they are packed.
+
+    Attributes:
+        tokens: trained tokens, of every sample its own.
+        sequences: samples with a trained token.
+        group_tokens: trained tokens of every group that has any.
+        pairs: preferences.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    group_tokens: Mapping[Hashable, int] = field(default_factory=dict)
+    pairs: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        """Those of two batches, of one step or of two ranks, whose groups may be the same."""
+        groups = Counter(self.group_tokens)
+        groups.update(other.group_tokens)
+        return Counts(
+            self.tokens + other.tokens, self.sequences + other.sequences, dict(groups), self.pairs + other.pairs
+        )
+
+
+def counts_of(samples: Iterable[Sample]) -> Counts:
+    """Counts of some samples."""
+    trained = [(sample, int(sample.is_trained.sum())) for sample in samples]
+    groups: Counter[Hashable] = Counter()
+    for sample, tokens in trained:
+        if tokens and GROUP in sample.payloads:
+            groups[sample.key(GROUP)] += tokens
+    pairs = {sample.key(PAIR) for sample, _ in trained if PAIR in sample.payloads}
+    with_tokens = [tokens for _, tokens in trained if tokens]
+    return Counts(sum(with_tokens), len(with_tokens), dict(groups), len(pairs))
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The samples of a batch, in the order of their sequences."""
+
+    all: tuple[Sample, ...]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """What is counted over all of them."""
+        return counts_of(self.all)
+
+
+def batch_of(inputs: Sequences, first: int = 0) -> Batch:
+    """The batch of some samples, or of sequences as `as_batch` takes them.
+
+    Args:
+        inputs: the samples or sequences.
+        first: the number that errors give to the first one.
+
+    Raises:
+        PayloadError: samples differ in their payloads, or are mixed with sequences, or `trainable` does not fit.
+        InputError: as `as_batch`.
+    """
+    if isinstance(inputs, Batch | Mapping | str) or not any(isinstance(given, Sample) for given in inputs):
+        return as_batch(inputs, first)
+    samples: tuple[Any, ...] = tuple(inputs)
+    for number, sample in enumerate(samples, first):
+        _check_kind(sample, number)
+    batch = as_batch([sample.tokens for sample in samples], first)
+    for number, sample in enumerate(samples, first):
+        _check_payloads(sample, number, samples[0], first)
+        _check_trainable(sample, number)
+    return replace(batch, samples=Samples(samples))
+
+
+def _check_kind(sample: Any, number: int) -> None:
+    if not isinstance(sample, Sample):
+        raise PayloadError(
+            f"Element {number} is a {type(sample).__name__} among samples.",
+            why="the sequences of a call are samples, or none of them is.",
+            hint="wrap it: Sample(tokens).",
+        )
+
+
+def _check_payloads(sample: Sample, number: int, other: Sample, first: int) -> None:
+    for name in other.payloads.keys() ^ sample.payloads.keys():
+        without, having = (number, first) if name in other.payloads else (first, number)
+        raise PayloadError(
+            f"Sample {without} has no payload {name!r}, and sample {having} has.",
+            why="what is asked of one sample is asked of all.",
+            hint="give every sample of a batch the same payloads.",
+        )
+
+
+def _check_trainable(sample: Sample, number: int) -> None:
+    if len(sample.is_trained) != len(sample.tokens):
+        raise PayloadError(
+            f"`trainable` of sample {number} has {len(sample.is_trained)} entries for {len(sample.tokens)} tokens.",
+            why="it says of each token whether it is trained on.",
+            hint="pass one 0 or 1 for every token.",
+        )
+
+
+def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
+    """A payload with one entry for every token, [len, …].
+
+    Raises:
+        PayloadError: it is missing, has another length, or has NaN where a token is trained on.
+    """
+    values = as_array(payload_of(sample, number, name), f"{name!r} of sample {number}", "numbers", _WHY, _HINT)
+    if values.shape[:1] != (len(sample.tokens),):
+        raise PayloadError(
+            f"{name!r} of sample {number} has shape {values.shape} for {len(sample.tokens)} tokens.",
+            why=_WHY,
+            hint="give the tokens of the prompt an entry, too: it is not read.",
+        )
+    if values.dtype.kind == "f" and np.isnan(values[sample.is_trained]).any():
+        where = int(np.flatnonzero(np.isnan(values).reshape(len(values), -1).any(1) & sample.is_trained)[0])
+        raise PayloadError(
+            f"{name!r} of sample {number} is NaN at token {where}, which is trained on.",
+            why="the loss would be NaN.",
+            hint="set `trainable` to 0 there, or look for what computed it.",
+        )
+    return values
+
+
+_WHY = "it has one entry for every token of its sample."
+_HINT = "pass a list, array or tensor of numbers."
+
+
+def payload_of(sample: Sample, number: int, name: str) -> Any:
+    """A payload of a sample.
+
+    Raises:
+        PayloadError: there is none of this name.
+    """
+    if name not in sample.payloads:
+        raise PayloadError(
+            f"Sample {number} has no payload {name!r}.",
+            why="it was asked for.",
+            hint=f"Sample(tokens, {name}=…); it has {', '.join(map(repr, sample.payloads)) or 'none'}.",
+        )
+    return sample.payloads[name]

@@ -1,0 +1,268 @@
+"""Losses and their gradients equal the plain forms over the unpacked model's logits, however the batch is packed."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.differential.double import InDouble
+from tests.differential.trees import random_sequences
+from tree_compile import Sample, TreeModel, losses, plan_rows, treecompile
+from tree_compile.errors import PayloadError, PlanError
+from tree_compile.tiny import tiny_model
+
+TOLERANCE = 1e-9
+CONSTANT = 37.0
+
+
+@cache
+def tree_model() -> TreeModel:
+    with InDouble():
+        model = treecompile(tiny_model("llama").double(), backend="eager", min_shared_tokens=1)
+        model([[1, 2, 3]])
+    return model
+
+
+@cache
+def samples() -> list[Sample]:
+    """In pairs, some of which are duplicates or prefixes of others; some prompts are not trained on."""
+    rng = np.random.default_rng(0)
+    sequences = [s for s in random_sequences(3, 128) if len(s) > 1]
+    sequences = sequences[: len(sequences) // 2 * 2]
+    return [
+        Sample(
+            tokens,
+            rng.random(len(tokens)) < 0.7 if i % 3 else None,
+            old_logprobs=torch.tensor(rng.normal(-5, 0.4, len(tokens))),
+            reference_logprobs=rng.normal(-5, 0.4, len(tokens)).tolist(),
+            advantages=rng.normal(size=len(tokens)),
+            advantage=float(rng.normal()),
+            group=i % 4,
+            pair=i // 2,
+            chosen=bool(i % 2),
+        )
+        for i, tokens in enumerate(sequences)
+    ]
+
+
+class Plain:
+    """One sample as a training script without packing reads it: the trained tokens, and what belongs to them."""
+
+    def __init__(self, model: nn.Module, sample: Sample) -> None:
+        tokens = torch.tensor(sample.tokens)
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        trained = torch.tensor(np.ones(len(tokens)) if sample.trainable is None else sample.trainable).bool()[1:]
+        given = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in sample.payloads.items()}
+        self.logprobs, self.group = logprobs[trained], sample.payloads["group"]
+        self.old, self.reference, self.advantages = (
+            given[name][1:][trained] for name in ("old_logprobs", "reference_logprobs", "advantages")
+        )
+        self.advantage, self.pair, self.chosen = given["advantage"], sample.payloads["pair"], sample.payloads["chosen"]
+
+    def clipped(self, advantage: Tensor, low: float, high: float) -> Tensor:
+        ratio = torch.exp(self.logprobs - self.old)
+        return -torch.min(ratio * advantage, ratio.clip(1 - low, 1 + high) * advantage)
+
+
+def plain_kl(one: Plain) -> Tensor:
+    return torch.exp(one.reference - one.logprobs) - (one.reference - one.logprobs) - 1
+
+
+def plain_cispo(one: Plain) -> Tensor:
+    return -torch.exp(one.logprobs - one.old).detach().clip(max=4.0) * one.advantage * one.logprobs
+
+
+TERMS: dict[str, tuple[Callable[..., Tensor], Callable[[Plain], Tensor]]] = {
+    "sft": (losses.sft, lambda one: -one.logprobs),
+    "grpo": (losses.grpo, lambda one: one.clipped(one.advantage, 0.2, 0.2)),
+    "ppo_clip": (losses.ppo_clip, lambda one: one.clipped(one.advantages, 0.2, 0.2)),
+    "cispo": (losses.cispo, plain_cispo),
+    "kl_to_reference": (losses.kl_to_reference, plain_kl),
+}
+
+
+def normalised(normaliser: str, terms: list[Tensor], groups: list[int]) -> Tensor:
+    """The plain forms of the normalisers, over the terms of every sample's trained tokens."""
+    some = [own for own in terms if len(own)]
+    if normaliser == "per_token":
+        return torch.cat(some).mean()
+    if normaliser == "per_sequence":
+        return torch.stack([own.mean() for own in some]).mean()
+    if normaliser == "constant":
+        return torch.cat(some).sum() / CONSTANT
+    by_group = {group: [own for own, other in zip(terms, groups, strict=True) if other == group] for group in groups}
+    return torch.stack([torch.cat(own).mean() for own in by_group.values()]).mean()
+
+
+def gradients(model: nn.Module, losses_of: Callable[[], Iterator[Tensor]]) -> tuple[float, list[Tensor]]:
+    """The sum of some losses and its gradients, each loss with a backward pass of its own."""
+    model.zero_grad()
+    total = 0.0
+    for loss in losses_of():
+        total += float(loss.detach())
+        loss.backward()
+    return total, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def require_equal(expected: tuple[float, list[Tensor]], found: tuple[float, list[Tensor]]) -> None:
+    assert math.isclose(expected[0], found[0], rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    for one, other in zip(expected[1], found[1], strict=True):
+        assert float((one - other).abs().max()) <= TOLERANCE * float(one.abs().max())
+
+
+@pytest.mark.parametrize("row_tokens", [None, 45])
+@pytest.mark.parametrize("normaliser", losses.NORMALISERS)
+@pytest.mark.parametrize("name", TERMS)
+def test_losses_equal_their_plain_forms(name: str, normaliser: str, row_tokens: int | None) -> None:
+    loss, term = TERMS[name]
+    options: dict[str, Any] = {"normaliser": normaliser, "constant": CONSTANT if normaliser == "constant" else None}
+    model, batch = tree_model().unpacked, samples()
+    plan = plan_rows(batch, row_tokens, min_shared_tokens=1)
+    assert plan.packed_tokens < plan.input_tokens
+    assert (len(plan.rows) >= 5) is (row_tokens is not None)
+
+    def plain() -> Iterator[Tensor]:
+        ones = [Plain(model, sample) for sample in batch]
+        yield normalised(normaliser, [term(one) for one in ones], [one.group for one in ones])
+
+    with InDouble():
+        expected = gradients(model, plain)
+        require_equal(expected, gradients(model, lambda: (loss(out, **options) for out in tree_model().rows(plan))))
+        require_equal(expected, gradients(model, lambda: iter([loss(tree_model()(plan), **options)])))
+
+
+@pytest.mark.parametrize("row_tokens", [None, 45])
+def test_preferences_equal_their_plain_form(row_tokens: int | None) -> None:
+    model, batch = tree_model().unpacked, samples()
+    plan = plan_rows(batch, row_tokens, min_shared_tokens=1)
+
+    def plain() -> Iterator[Tensor]:
+        ones = [Plain(model, sample) for sample in batch]
+        margin = {(one.pair, one.chosen): (one.logprobs - one.reference).sum() for one in ones}
+        pairs = [margin[pair, True] - margin[pair, False] for pair in range(len(batch) // 2)]
+        yield torch.stack([F.softplus(-0.3 * difference) for difference in pairs]).mean()
+
+    with InDouble():
+        found = gradients(model, lambda: iter([losses.dpo(tree_model()(plan), beta=0.3)]))
+        require_equal(gradients(model, plain), found)
+
+
+def test_parts_of_a_batch_that_were_planned_apart_add_up_with_its_counts() -> None:
+    model, batch = tree_model().unpacked, samples()
+    parts = batch[:6], batch[6:]
+    counts = losses.counts_of(parts[0]) + losses.counts_of(parts[1])
+    assert counts == losses.counts_of(batch)
+    for normaliser in ("per_token", "per_sequence", "per_group"):
+        with InDouble():
+            whole = gradients(model, lambda: iter([losses.sft(tree_model()(batch), normaliser=normaliser)]))  # noqa: B023
+            apart = gradients(
+                model,
+                lambda: (losses.sft(tree_model()(part), normaliser=normaliser, counts=counts) for part in parts),  # noqa: B023
+            )
+        require_equal(whole, apart)
+
+
+def test_rows_that_were_sent_keep_their_samples_and_the_counts_of_the_batch() -> None:
+    plan = plan_rows(samples(), 45, min_shared_tokens=1)
+    for row in plan.rows:
+        sent = pickle.loads(pickle.dumps(row))
+        assert sent.counts == losses.counts_of(samples())
+        assert sent.samples.keys() == set(row.sequence_ids)
+        assert float(losses.sft(tree_model()(sent), normaliser="per_token")) == float(
+            losses.sft(tree_model()(row), normaliser="per_token")
+        )
+
+
+# Payloads
+
+
+def test_payloads_are_given_back_as_they_were() -> None:
+    batch = samples()
+    out = tree_model()(batch)
+    for number, sample in enumerate(batch):
+        assert out.payload("old_logprobs")[number] is sample.payloads["old_logprobs"]
+
+
+def test_payload_in_the_layout_of_the_row_follows_its_tokens() -> None:
+    batch = [Sample(tokens, doubled=[2 * token for token in tokens]) for tokens in ([1, 2, 3], [1, 2, 4, 5], [6])]
+    for row in plan_rows(batch, min_shared_tokens=1, row_tokens=8, pad_rows=True).rows:
+        assert row.payload("doubled").tolist() == (2 * row.tokens).tolist()
+
+
+def test_payload_that_differs_on_shared_tokens_is_read_by_sequence() -> None:
+    (row,) = plan_rows([Sample([1, 2, 3], gain=[1, 2, 3]), Sample([1, 2, 4], gain=[1, 5, 3])], min_shared_tokens=1).rows
+    with pytest.raises(PayloadError, match="'gain' of sample 1 differs"):
+        row.payload("gain")
+
+
+def test_context_alone_is_shared_by_what_samples_train_on() -> None:
+    batch = [Sample([1, 2, 3, 4], [0, 0, 1, 1]), Sample([1, 2, 3, 5], [0, 0, 1, 1])]
+    assert plan_rows(batch, min_shared_tokens=1).packed_tokens == 5
+    assert plan_rows(batch, min_shared_tokens=1, share="context").packed_tokens == 7
+
+
+NAN = [-1.0, float("nan"), -1.0]
+BAD: dict[str, tuple[list[Any], str]] = {
+    "missing": ([Sample([1, 2, 3], old_logprobs=[0.0] * 3, advantage=1.0), Sample([1, 2, 4], advantage=1.0)],
+                "Sample 1 has no payload 'old_logprobs', and sample 0 has"),
+    "too short": ([Sample([1, 2, 3], old_logprobs=[0.0] * 2, advantage=1.0)],
+                  r"'old_logprobs' of sample 0 has shape \(2,\) for 3 tokens"),
+    "nan": ([Sample([1, 2, 3], old_logprobs=NAN, advantage=1.0)], "'old_logprobs' of sample 0 is NaN at token 1"),
+    "not flat": ([Sample([1, 2], old_logprobs=[[0.0], [0.0]], advantage=1.0)],
+                 r"'old_logprobs' of sample 0 has shape \(2, 1\)"),
+    "text": ([Sample([1, 2], old_logprobs="ab", advantage=1.0)], "'old_logprobs' of sample 0 is a str"),
+    "nowhere": ([Sample([1, 2], advantage=1.0)], "Sample 0 has no payload 'old_logprobs'"),
+    "no number": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage=[1.0, 2.0])], "'advantage' of sample 0 is"),
+    "no mask": ([Sample([1, 2], [1], old_logprobs=[0.0, 0.0], advantage=1.0)],
+                "`trainable` of sample 0 has 1 entries for 2 tokens"),
+    "no sample": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage=1.0), [1, 2]], "Element 1 is a list among"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_payload_is_named_with_its_sample(name: str) -> None:
+    batch, message = BAD[name]
+    with pytest.raises((PayloadError, ValueError), match=message):
+        losses.grpo(tree_model()(batch), normaliser="per_token")
+
+
+def test_nan_where_nothing_is_trained_is_not_read() -> None:
+    out = tree_model()([Sample([1, 2, 3], [1, 0, 1], old_logprobs=NAN, advantage=1.0)])
+    assert bool(losses.grpo(out, normaliser="per_token").isfinite())
+
+
+def test_loss_of_sequences_without_payloads_is_refused() -> None:
+    with pytest.raises(PlanError, match="have no payloads"):
+        losses.sft(tree_model()([[1, 2, 3]]), normaliser="per_token")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normaliser": "mean"}, "normaliser is 'mean'"),
+        ({"normaliser": "constant"}, "it must be a number above 0"),
+        ({"normaliser": "per_token", "constant": 3.0}, "it must be left out"),
+    ],
+)
+def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        losses.sft(tree_model()([Sample([1, 2, 3])]), **options)
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [([True], "has one sample"), ([True, True], "two samples that are chosen")],
+)
+def test_half_of_a_preference_is_refused(sides: list[bool], message: str) -> None:
+    batch = [Sample([1, 2, i], reference_logprobs=[0.0] * 3, pair=7, chosen=side) for i, side in enumerate(sides)]
+    with pytest.raises(PayloadError, match=f"pair 7 {message}|pair 7 has {message}"):
+        losses.dpo(tree_model()(batch))

@@ -1,0 +1,292 @@
+"""Losses over log-probabilities, divided by what is counted over the whole batch.
+
+    for out in tree_model.rows(samples):
+        losses.sft(out, normaliser="per_token").backward()
+
+Every loss is a sum over the trained tokens of the sequences of `out`, each with a weight that is 1 over a count of
+the *whole* batch: trained tokens of all samples, each of its own, however many are computed once. So the losses of
+rows add up to that of the batch, and gradients to its gradient, however it is packed.
+
+| normaliser | weight of a trained token |
+|---|---|
+| "per_token" | 1 / trained tokens of the batch |
+| "per_sequence" | 1 / (trained tokens of its sequence * sequences) |
+| "per_group" | 1 / (trained tokens of the samples with its payload `group` * groups) |
+| "constant" | 1 / `constant` |
+
+Where a batch is more than one call knows of, as with several ranks or gradient accumulation, pass what is counted over
+all of it: `counts=counts_of(samples) + counts_of(others)`. DistributedDataParallel takes the mean over ranks: multiply
+the loss by their number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tree_compile.errors import PayloadError
+from tree_compile.output import TreeOutput
+from tree_compile.runtime.options import check_choice
+from tree_compile.runtime.samples import GROUP, PAIR, Counts, counts_of, payload_of, per_token
+
+__all__ = ["NORMALISERS", "Counts", "cispo", "counts_of", "dpo", "grpo", "kl_to_reference", "ppo_clip", "sft"]
+
+NORMALISERS = ("per_token", "per_sequence", "per_group", "constant")
+
+
+def sft(out: TreeOutput, *, normaliser: str, constant: float | None = None, counts: Counts | None = None) -> Tensor:
+    """Cross entropy: -sum_t w_t log p_t.
+
+    Args:
+        out: of samples.
+        normaliser: one of NORMALISERS, see above.
+        constant: for "constant".
+        counts: of the whole batch, where `out` is of a part of it that was planned apart.
+
+    Raises:
+        PayloadError: a payload is missing or does not fit.
+        ValueError: an option has no meaning.
+    """
+    tokens = _Trained.of(out)
+    return tokens.sum(-tokens.logprobs, normaliser, constant, counts)
+
+
+def grpo(
+    out: TreeOutput,
+    *,
+    normaliser: str,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    constant: float | None = None,
+    counts: Counts | None = None,
+) -> Tensor:
+    """Clipped policy gradient with one advantage per sequence (GRPO, Shao et al., arXiv 2402.03300, eq. 3, without KL).
+
+    With r_t = p_t / p_old_t: -sum_t w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A). "per_sequence" is GRPO's
+    own normaliser; "per_token" with a greater `clip_high` is that of DAPO (arXiv 2503.14476), "constant" that of
+    Dr. GRPO (arXiv 2503.20783).
+
+    Args:
+        out: of samples with the payloads `old_logprobs` [len] and `advantage`, one number.
+        normaliser: as in `sft`, like `constant` and `counts`.
+        clip_low: how far the ratio counts below 1.
+        clip_high: how far above.
+        constant: as in `sft`.
+        counts: as in `sft`.
+
+    Raises:
+        PayloadError: as `sft`.
+        ValueError: as `sft`.
+    """
+    tokens = _Trained.of(out)
+    objective = tokens.clipped(tokens.of_sequence("advantage"), clip_low, clip_high)
+    return tokens.sum(-objective, normaliser, constant, counts)
+
+
+def ppo_clip(
+    out: TreeOutput, *, normaliser: str, clip: float = 0.2, constant: float | None = None, counts: Counts | None = None
+) -> Tensor:
+    """Clipped policy gradient with an advantage per token (PPO, Schulman et al., arXiv 1707.06347, eq. 7).
+
+    As `grpo`, with the payload `advantages` [len] in place of `advantage`, and one `clip` for both sides.
+
+    Raises:
+        PayloadError: as `sft`.
+        ValueError: as `sft`.
+    """
+    tokens = _Trained.of(out)
+    return tokens.sum(-tokens.clipped(tokens.of_token("advantages"), clip, clip), normaliser, constant, counts)
+
+
+def cispo(
+    out: TreeOutput,
+    *,
+    normaliser: str,
+    clip_high: float = 3.0,
+    constant: float | None = None,
+    counts: Counts | None = None,
+) -> Tensor:
+    """Policy gradient with clipped importance weights (CISPO, MiniMax, arXiv 2506.13585, eq. 4).
+
+    -sum_t w_t min(r_t, 1 + clip_high) A log p_t, where no gradient goes through the ratio r_t = p_t / p_old_t.
+
+    Args:
+        out: as in `grpo`.
+        normaliser: as in `sft`, like `constant` and `counts`.
+        clip_high: how far above 1 the ratio counts.
+        constant: as in `sft`.
+        counts: as in `sft`.
+
+    Raises:
+        PayloadError: as `sft`.
+        ValueError: as `sft`.
+    """
+    tokens = _Trained.of(out)
+    weights = tokens.ratio().detach().clamp(max=1 + clip_high) * tokens.of_sequence("advantage")
+    return tokens.sum(-weights * tokens.logprobs, normaliser, constant, counts)
+
+
+def kl_to_reference(
+    out: TreeOutput, *, normaliser: str, constant: float | None = None, counts: Counts | None = None
+) -> Tensor:
+    """An estimate of KL(p || p_ref) from the sampled tokens, never below 0 (k3 of Schulman, "Approximating KL", 2020).
+
+    sum_t w_t (exp(d_t) - d_t - 1) with d_t = log p_ref_t - log p_t.
+
+    Args:
+        out: of samples with the payload `reference_logprobs` [len].
+        normaliser: as in `sft`, like `constant` and `counts`.
+        constant: as in `sft`.
+        counts: as in `sft`.
+
+    Raises:
+        PayloadError: as `sft`.
+        ValueError: as `sft`.
+    """
+    tokens = _Trained.of(out)
+    difference = tokens.of_token("reference_logprobs") - tokens.logprobs
+    return tokens.sum(difference.expm1() - difference, normaliser, constant, counts)
+
+
+def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> Tensor:
+    """Preferences (DPO, Rafailov et al., arXiv 2305.18290, eq. 7), the mean over all pairs of the batch.
+
+    -log sigmoid(beta (d_chosen - d_rejected)) with d = sum_t log p_t - log p_ref_t over the trained tokens.
+
+    Args:
+        out: of samples with the payloads `reference_logprobs` [len], `pair`, the same for both samples of a preference,
+            and `chosen`, which of the two it is.
+        beta: how much the reference counts.
+        counts: as in `sft`.
+
+    Raises:
+        PayloadError: as `sft`, or a pair has not one chosen and one rejected sample in `out`.
+    """
+    tokens = _Trained.of(out)
+    margins = tokens.of_each(tokens.logprobs - tokens.of_token("reference_logprobs"))
+    chosen, rejected = _pairs(out)
+    return -F.logsigmoid(beta * (margins[chosen] - margins[rejected])).sum() / (counts or out.counts).pairs
+
+
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """The trained tokens of all sequences of an output, one sequence after the other.
+
+    Attributes:
+        out: the output.
+        logprobs: [N].
+        sequence: the place of each token's sequence among those of `out`, int64 [N].
+        places: for each sequence, which of its tokens are trained, int64.
+    """
+
+    out: TreeOutput
+    logprobs: Tensor
+    sequence: Tensor
+    places: list[Tensor]
+
+    @classmethod
+    def of(cls, out: TreeOutput) -> _Trained:
+        samples = [out.samples[number] for number in out.sequence_ids]
+        logprobs = list(out.logprobs)
+        device = logprobs[0].device
+        places = [torch.from_numpy(sample.is_trained).nonzero()[:, 0].to(device) for sample in samples]
+        # The token in place t has the log-probability in place t - 1: the first token has none.
+        trained = torch.cat([own[at - 1] for own, at in zip(logprobs, places, strict=True)])
+        sequence = torch.cat([torch.full_like(at, place) for place, at in enumerate(places)])
+        return cls(out, trained, sequence, places)
+
+    def of_token(self, name: str) -> Tensor:
+        """A payload per token, [N]."""
+        found = []
+        for number, at in zip(self.out.sequence_ids, self.places, strict=True):
+            values = per_token(self.out.samples[number], number, name)
+            if values.ndim != 1:
+                raise PayloadError(
+                    f"{name!r} of sample {number} has shape {values.shape}.",
+                    why="a loss reads one number per token.",
+                    hint="pass [len].",
+                )
+            found.append(torch.as_tensor(values).to(self.logprobs)[at])
+        return torch.cat(found)
+
+    def of_sequence(self, name: str) -> Tensor:
+        """A payload per sequence, for each of its tokens, [N]."""
+        numbers = [_number(payload_of(self.out.samples[i], i, name), i, name) for i in self.out.sequence_ids]
+        return self.logprobs.new_tensor(numbers)[self.sequence]
+
+    def of_each(self, values: Tensor) -> Tensor:
+        """The sum over each sequence, [sequences]."""
+        return values.new_zeros(len(self.places)).index_add(0, self.sequence, values)
+
+    def ratio(self) -> Tensor:
+        """p / p_old of every token, [N]."""
+        return (self.logprobs - self.of_token("old_logprobs")).exp()
+
+    def clipped(self, advantages: Tensor, low: float, high: float) -> Tensor:
+        """min(r A, clip(r, 1 - low, 1 + high) A) of every token, [N]."""
+        ratio = self.ratio()
+        return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+    def sum(self, values: Tensor, normaliser: str, constant: float | None, counts: Counts | None) -> Tensor:
+        """The sum of `values` [N], each divided by what the normaliser says."""
+        check_choice("normaliser", normaliser, NORMALISERS)
+        if (normaliser == "constant") is not (constant is not None and constant > 0):
+            wanted = "a number above 0" if normaliser == "constant" else "left out"
+            raise ValueError(f"constant is {constant!r}; with the normaliser {normaliser!r} it must be {wanted}")
+        if constant is not None:
+            return values.sum() / constant
+        divisors = values.new_tensor(self._divisors(normaliser, counts or self.out.counts))
+        return (values / divisors[self.sequence]).sum()
+
+    def _divisors(self, normaliser: str, counts: Counts) -> list[int]:
+        """Of every sequence's tokens."""
+        if normaliser == "per_token":
+            return [counts.tokens] * len(self.places)
+        if normaliser == "per_sequence":
+            return [len(at) * counts.sequences for at in self.places]
+        for number in self.out.sequence_ids:
+            payload_of(self.out.samples[number], number, GROUP)
+        groups = [self.out.samples[number].key(GROUP) for number in self.out.sequence_ids]
+        return [counts.group_tokens.get(group, 0) * len(counts.group_tokens) for group in groups]
+
+
+def _number(value: Any, number: int, name: str) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = float("nan")
+    if not math.isfinite(found):
+        raise PayloadError(
+            f"{name!r} of sample {number} is {value!r}.",
+            why="it is one number for the whole sample.",
+            hint="pass a finite number.",
+        )
+    return found
+
+
+def _pairs(out: TreeOutput) -> tuple[list[int], list[int]]:
+    """Places of the chosen samples among the sequences of `out`, and of the rejected ones, in the same order."""
+    sides: tuple[dict[Any, int], dict[Any, int]] = {}, {}
+    for place, number in enumerate(out.sequence_ids):
+        sample = out.samples[number]
+        payload_of(sample, number, PAIR)
+        pair, is_chosen = sample.key(PAIR), bool(payload_of(sample, number, "chosen"))
+        if pair in sides[is_chosen]:
+            raise _not_a_pair(pair, f"two samples that are {'chosen' if is_chosen else 'rejected'}")
+        sides[is_chosen][pair] = place
+    for pair in sides[0].keys() ^ sides[1].keys():
+        raise _not_a_pair(pair, "one sample")
+    return [sides[1][pair] for pair in sides[1]], [sides[0][pair] for pair in sides[1]]
+
+
+def _not_a_pair(pair: Any, what: str) -> PayloadError:
+    return PayloadError(
+        f"The pair {pair!r} has {what} here.",
+        why="a preference needs one chosen and one rejected sample in the same call.",
+        hint="pass both to one call, model(samples), which may compute several rows.",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tree_compile.runtime.mixers import computed_in, mixer, require_rank, require_shape
@@ -77,4 +78,5 @@ def _parents_of_chains(tokens: int, length: int, device: torch.device) -> Tensor
 
 def _with_zero_row(values: Tensor) -> Tensor:
     flat = values.flatten(0, 1)
-    return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
+    # Not by torch.cat, which takes no float16 under autocast on the CPU.
+    return F.pad(flat, (0, 0) * (flat.dim() - 1) + (0, 1))

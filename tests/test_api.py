@@ -332,4 +332,4 @@ def test_parameters_with_alike_names_are_kept_apart() -> None:
             return self.head(self.embed(input_ids) * self.w.a + self.w__a)
 
     model = Alike()
-    assert_exact(treecompile(model, min_shared_tokens=2, backend="eager")(SEQUENCES), model)
+    assert_exact(treecompile(model.double(), min_shared_tokens=2, backend="eager")(SEQUENCES), model)

@@ -141,7 +141,8 @@ class _NextTokens(torch.autograd.Function):
 def _chunks(states: States, asked: Asked) -> Iterator[tuple[slice, slice]]:
     """The states in chunks, and the labels of each."""
     parts = list(states.parts(len(asked.states)))
-    ends = torch.searchsorted(asked.owner, torch.tensor([part.stop for part in parts], device=asked.owner.device))
+    last = torch.tensor([part.stop for part in parts], dtype=torch.int64, device=asked.owner.device)
+    ends = torch.searchsorted(asked.owner, last)
     starts = [0, *ends.tolist()]
     return ((part, slice(start, end)) for part, start, end in zip(parts, starts, starts[1:], strict=False))
 

@@ -49,6 +49,10 @@ class Distributions:
         """The log-probability of every token but the first: `[len_i - 1]`."""
         return self._by_sequence(_RowDistributions.logprobs)
 
+    def logprobs_at(self, places: Mapping[int, IntArray]) -> PerSequence[Tensor]:
+        """The log-probabilities of some tokens alone, by the number of the sequence; of none is it the first."""
+        return self._by_sequence(lambda of_row: of_row.logprobs_at(places))
+
     @property
     def entropy(self) -> PerSequence[Tensor]:
         """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`."""
@@ -111,6 +115,17 @@ class _RowDistributions:
         tokens, _ = self._edges
         found = self._at(torch.from_numpy(tokens), self._next_logprobs)
         return [part[1:] for part in self.result.unpacked(found)]
+
+    def logprobs_at(self, places: Mapping[int, IntArray]) -> list[Tensor]:
+        row = self.result.row
+        wanted = [row.path(sequence)[places[sequence]] for sequence in row.sequence_ids]
+        # Each token once, by the row index of the one before.
+        tokens = np.unique(np.concatenate(wanted))
+        tokens = tokens[np.argsort(row.parent[tokens], kind="stable")]
+        found = self._logprobs_for(self._asked_of(row.parent[tokens], row.tokens[tokens]))
+        order = np.argsort(tokens)
+        at = order[np.searchsorted(tokens, np.concatenate(wanted), sorter=order)]
+        return list(found[torch.from_numpy(at).to(found.device)].split([len(own) for own in wanted]))
 
     def entropy(self) -> list[Tensor]:
         return self._before_last(self._at(self._asked.states, self._both.entropy))

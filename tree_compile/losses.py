@@ -25,6 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -191,14 +192,11 @@ class _Trained:
 
     @classmethod
     def of(cls, out: TreeOutput) -> _Trained:
-        samples = [out.samples[number] for number in out.sequence_ids]
-        logprobs = list(out.logprobs)
-        device = logprobs[0].device
-        places = [torch.from_numpy(sample.is_trained).nonzero()[:, 0].to(device) for sample in samples]
-        # The token in place t has the log-probability in place t - 1: the first token has none.
-        trained = torch.cat([own[at - 1] for own, at in zip(logprobs, places, strict=True)])
+        trained = {number: np.flatnonzero(sample.is_trained) for number, sample in out.samples.items()}
+        logprobs = torch.cat(list(out.logprobs_at(trained)))
+        places = [torch.from_numpy(trained[number]).to(logprobs.device) for number in out.sequence_ids]
         sequence = torch.cat([torch.full_like(at, place) for place, at in enumerate(places)])
-        return cls(out, trained, sequence, places)
+        return cls(out, logprobs, sequence, places)
 
     def of_token(self, name: str) -> Tensor:
         """A payload per token, [N]."""

@@ -14,6 +14,7 @@ from tree_compile.distributions import Distributions, TopTokens
 from tree_compile.per_sequence import PartsOfRows, PerSequence
 from tree_compile.row_result import RowResult
 from tree_compile.runtime.samples import Counts, Sample, payload_of
+from tree_compile.runtime.sequences import IntArray
 
 
 # A dataclass, because DistributedDataParallel looks for tensors in the fields of those.
@@ -74,6 +75,17 @@ class TreeOutput(Sequence[Any]):
             StaleOutputError: a parameter of the model's head was changed since the call.
         """
         return self._distributions.logprobs
+
+    def logprobs_at(self, places: Mapping[int, IntArray]) -> PerSequence[Tensor]:
+        """The log-probabilities of some tokens alone: the head is computed for what predicts them, and for no other.
+
+        Args:
+            places: by the number of the sequence, which of its tokens: int64 [n_i], none of them 0.
+
+        Returns:
+            `[n_i]` for every sequence.
+        """
+        return self._distributions.logprobs_at(places)
 
     @property
     def entropy(self) -> PerSequence[Tensor]:

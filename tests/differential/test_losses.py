@@ -177,9 +177,8 @@ def test_rows_that_were_sent_keep_their_samples_and_the_counts_of_the_batch() ->
         sent = pickle.loads(pickle.dumps(row))
         assert sent.counts == losses.counts_of(samples())
         assert sent.samples.keys() == set(row.sequence_ids)
-        assert float(losses.sft(tree_model()(sent), normaliser="per_token")) == float(
-            losses.sft(tree_model()(row), normaliser="per_token")
-        )
+        first, second = (losses.sft(tree_model()(either), normaliser="per_token") for either in (sent, row))
+        assert torch.equal(first, second)
 
 
 # Payloads
@@ -238,6 +237,16 @@ def test_bad_payload_is_named_with_its_sample(name: str) -> None:
 def test_nan_where_nothing_is_trained_is_not_read() -> None:
     out = tree_model()([Sample([1, 2, 3], [1, 0, 1], old_logprobs=NAN, advantage=1.0)])
     assert bool(losses.grpo(out, normaliser="per_token").isfinite())
+
+
+def test_row_without_trained_tokens_adds_nothing() -> None:
+    model = tree_model().unpacked
+    batch = [Sample([1, 2, 3], [0, 0, 0]), Sample([4], [1]), Sample([5, 6, 7], [0, 1, 1])]
+    rows = plan_rows(batch, 3, min_shared_tokens=1).rows
+    found = [gradients(model, lambda: iter([losses.sft(tree_model()(row), normaliser="per_token")])) for row in rows]  # noqa: B023
+    whole = gradients(model, lambda: iter([losses.sft(tree_model()(batch), normaliser="per_token")]))
+    assert sorted(total for total, _ in found)[:2] == [0.0, 0.0]
+    assert max(total for total, _ in found) == pytest.approx(whole[0])
 
 
 def test_loss_of_sequences_without_payloads_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from tree_compile.passes.draws import draws
-from tree_compile.passes.shapes import is_tensor, shape_of, size_expression, token_symbol
+from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.runtime.autocast import without_autocast
 
 aten = torch.ops.aten
@@ -41,7 +40,8 @@ def find_head(graph: fx.Graph, logits: fx.Node) -> Head | None:
     """The last product of tokens and parameters above `logits`, with what follows it; None where there is none.
 
     In a graph that is proved to work token by token, what lies between one tensor with tokens and the logits does so
-    for any of them alone. Nothing of it may be used elsewhere, draw random numbers, or be an op over trees.
+    for any of them alone, with T read off that tensor. Nothing of it may be used elsewhere, draw random numbers, be an
+    op over trees, or take another number that is made from T.
     """
     symbol = token_symbol(graph)
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -55,6 +55,8 @@ def find_head(graph: fx.Graph, logits: fx.Node) -> Head | None:
         above.remove(node)
         inside.add(node)
         has_product |= _operator(node) in _PRODUCTS
+        if any(is_size(source) and size_expression(source.meta["val"]) != symbol for source in node.all_input_nodes):
+            return None
         above |= {source for source in node.all_input_nodes if _has_tokens(source, symbol)}
     (hidden,) = above
     if not (_is_by_token(hidden, symbol) and _is_by_token(logits, symbol)):
@@ -62,7 +64,7 @@ def find_head(graph: fx.Graph, logits: fx.Node) -> Head | None:
     # What goes around the product is a block, as that of a model without a head.
     if any(_operator(user) not in _PRODUCTS for user in hidden.users if user in inside):
         return None
-    return Head(hidden, logits, tuple(sorted(_with_sizes(inside), key=places.__getitem__)))
+    return Head(hidden, logits, tuple(sorted(inside, key=places.__getitem__)))
 
 
 def _can_be_cut_off(node: fx.Node, inside: set[fx.Node], logits: fx.Node) -> bool:
@@ -83,15 +85,3 @@ def _is_by_token(node: fx.Node, symbol: sympy.Symbol) -> bool:
     """Whether a node is [1, T, width] or [T, width]."""
     sizes = [size_expression(size) for size in shape_of(node)]
     return sizes[:-1] in ([symbol], [1, symbol]) and not sizes[-1].free_symbols
-
-
-def _with_sizes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes`, and the numbers that they alone use."""
-    found = set(nodes)
-    stack = list(found)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source.op == "call_function" and not is_tensor(source) and set(source.users) <= found:
-                stack += [source] if source not in found else []
-                found.add(source)
-    return found

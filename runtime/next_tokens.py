@@ -24,19 +24,17 @@ class States:
 
     Attributes:
         hidden: [T, width].
-        values: other tensors that the model computed for its head, such as a weight.
-        parameters: the parameters that the head computes with.
+        values: what the head computes with besides: parameters, buffers, and what the model computed for it.
         head: takes states [n, width] and `values`; returns logits [n, vocabulary].
         vocabulary: number of logits.
     """
 
     hidden: Tensor
     values: Sequence[Tensor]
-    parameters: Sequence[Tensor]
     head: Callable[[Tensor, Sequence[Tensor]], Tensor]
     vocabulary: int
 
-    def parts(self, count: int) -> Iterator[slice]:
+    def chunks(self, count: int) -> Iterator[slice]:
         """`count` states in chunks."""
         budget = _BUDGET if self.hidden.device.type == "cpu" else _DEVICE_BUDGET
         size = max(1, budget // (self.vocabulary * max(4, self.hidden.element_size())))
@@ -48,12 +46,12 @@ class Asked:
     """Whose distributions are asked for, and the log-probabilities of which labels.
 
     Attributes:
-        states: row indices of the states, int64 [R], each once.
-        owner: the place in `states` that every label belongs to, int64 [E], ascending.
+        rows: row indices of the states, int64 [R], each once.
+        owner: the place in `rows` that every label belongs to, int64 [E], ascending.
         labels: token ids, int64 [E].
     """
 
-    states: Tensor
+    rows: Tensor
     owner: Tensor
     labels: Tensor
 
@@ -82,8 +80,7 @@ def next_tokens(states: States, asked: Asked, temperature: float = 1.0, *, entro
         temperature: divides the logits.
         entropy: whether entropies are computed; else there are none.
     """
-    tensors = (states.hidden, *states.values, *states.parameters)
-    return NextTokens(*_NextTokens.apply(states, asked, temperature, entropy, *tensors))
+    return NextTokens(*_NextTokens.apply(states, asked, temperature, entropy, states.hidden, *states.values))
 
 
 def best_tokens(states: States, rows: Tensor, k: int) -> Tensor:
@@ -91,7 +88,7 @@ def best_tokens(states: States, rows: Tensor, k: int) -> Tensor:
     found = [rows.new_zeros(0, k)]
     with torch.no_grad():
         found += [
-            states.head(states.hidden[rows[part]], states.values).topk(k).indices for part in states.parts(len(rows))
+            states.head(states.hidden[rows[part]], states.values).topk(k).indices for part in states.chunks(len(rows))
         ]
     return torch.cat(found)
 
@@ -104,7 +101,7 @@ class _NextTokens(torch.autograd.Function):
         none = states.hidden.new_zeros(0, dtype=_wide(states.hidden.dtype))
         found, entropies = [none], [none]
         for part, edges in _chunks(states, asked):
-            logits = states.head(states.hidden[asked.states[part]], states.values)
+            logits = states.head(states.hidden[asked.rows[part]], states.values)
             logprobs = _scaled(logits, temperature).log_softmax(1)
             found.append(logprobs[asked.owner[edges] - part.start, asked.labels[edges]])
             if entropy:
@@ -118,29 +115,61 @@ class _NextTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         states, asked = ctx.states, ctx.asked
-        hidden, *others = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:]
-        sums = [torch.zeros_like(x) if need else None for x, need in zip((hidden, *others), needed, strict=True)]
+        hidden, *values = ctx.saved_tensors
+        sums = _Sums((hidden, *values), ctx.needs_input_grad[4:])
         for part, edges in _chunks(states, asked):
-            rows = asked.states[part]
-            logits, inputs = _again(states, hidden[rows], others, needed)
+            rows = asked.rows[part]
+            inputs = sums.detached((hidden[rows], *values))
+            with torch.enable_grad():
+                logits = states.head(inputs[0], inputs[1:])
             owner, labels = asked.owner[edges] - part.start, asked.labels[edges]
             to_scores = _to_scores(
                 _scaled(logits.detach(), ctx.temperature),
                 None if to_logprobs is None else (owner, labels, to_logprobs[edges]),
                 None if to_entropy is None else to_entropy[part],
             )
-            found = iter(torch.autograd.grad(logits, inputs, to_scores.div_(ctx.temperature).to(logits.dtype)))
-            if sums[0] is not None:
-                sums[0].index_copy_(0, rows, next(found))
-            for total, gradient in zip((total for total in sums[1:] if total is not None), found, strict=True):
-                total.add_(gradient)
-        return None, None, None, None, *sums
+            sums.add(logits, to_scores.div_(ctx.temperature).to(logits.dtype), inputs, rows)
+        return None, None, None, None, *sums.gradients()
+
+
+class _Sums:
+    """Gradients of states and values, added up over chunks in float32 at least; None where none comes."""
+
+    def __init__(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self._tensors, self._needed = tensors, needed
+        self._sums: list[Tensor | None] = [None] * len(tensors)
+
+    def detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors without what comes before them, hooks of their own among it, and with gradients as needed."""
+        pairs = zip(tensors, self._needed, strict=True)
+        return [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
+
+    def add(self, logits: Tensor, gradient: Tensor, inputs: Sequence[Tensor], rows: Tensor) -> None:
+        """The gradients that come through the logits of some rows."""
+        wanted = [place for place, needed in enumerate(self._needed) if needed]
+        if not logits.requires_grad:
+            return
+        found = torch.autograd.grad(logits, [inputs[place] for place in wanted], gradient, allow_unused=True)
+        for place, part in zip(wanted, found, strict=True):
+            if part is not None:
+                total = self._sum(place)
+                total.index_copy_(0, rows, part.to(total.dtype)) if place == 0 else total.add_(part)
+
+    def _sum(self, place: int) -> Tensor:
+        total, tensor = self._sums[place], self._tensors[place]
+        if total is None:
+            total = self._sums[place] = torch.zeros_like(tensor, dtype=_wide(tensor.dtype))
+        return total
+
+    def gradients(self) -> list[Tensor | None]:
+        """In the dtypes of the tensors."""
+        pairs = zip(self._sums, self._tensors, strict=True)
+        return [None if total is None else total.to(tensor.dtype) for total, tensor in pairs]
 
 
 def _chunks(states: States, asked: Asked) -> Iterator[tuple[slice, slice]]:
     """The states in chunks, and the labels of each."""
-    parts = list(states.parts(len(asked.states)))
+    parts = list(states.chunks(len(asked.rows)))
     last = torch.tensor([part.stop for part in parts], dtype=torch.int64, device=asked.owner.device)
     ends = torch.searchsorted(asked.owner, last)
     starts = [0, *ends.tolist()]
@@ -155,21 +184,6 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _again(
-    states: States, hidden: Tensor, others: Sequence[Tensor], needed: Sequence[bool]
-) -> tuple[Tensor, list[Tensor]]:
-    """The logits of `hidden`, computed again, and the tensors that need a gradient, in their order."""
-    count = len(states.values)
-    hidden, *values = (
-        tensor.detach().requires_grad_(need)
-        for tensor, need in zip((hidden, *others[:count]), needed[: count + 1], strict=True)
-    )
-    with torch.enable_grad():
-        logits = states.head(hidden, values)
-    tensors = (hidden, *values, *states.parameters)
-    return logits, [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
 
 
 def _to_scores(scores: Tensor, to_logprobs: tuple[Tensor, Tensor, Tensor] | None, to_entropy: Tensor | None) -> Tensor:

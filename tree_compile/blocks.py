@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.heads import ProgramHead
 from tree_compile.passes.head import Head
 from tree_compile.passes.mixers import runs_kernels
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_symbol
@@ -44,14 +45,18 @@ class Block(nn.Module):
 
     def __init__(self, function: Function, section: Section, source: fx.GraphModule) -> None:
         super().__init__()
-        self._function = function
+        self.function = function
         self._names = [f"tensor_{place}" for place in range(len(section.attributes))]
         for name, path in zip(self._names, section.attributes, strict=True):
             _register(self, name, attrgetter(path)(source))
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Calls the section's function on its own attributes and `inputs`."""
-        return self._function(*(getattr(self, name) for name in self._names), *inputs)
+        return self.function(*self.attributes(), *inputs)
+
+    def attributes(self) -> list[Tensor]:
+        """Its parameters and buffers, in the order in which the function takes them."""
+        return [getattr(self, name) for name in self._names]
 
 
 class Blocks(nn.Module):
@@ -61,8 +66,7 @@ class Blocks(nn.Module):
 
     Attributes:
         blocks: all of them.
-        head_inputs: names of what the head takes.
-        plain_head: the head uncompiled, for parts of a row; None without a head.
+        head: where the last one is the head; None without one.
         distinct: how many have code of their own.
     """
 
@@ -72,9 +76,9 @@ class Blocks(nn.Module):
         super().__init__()
         sections = split(graph_module.graph, head)
         self._input_names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-        self.head_inputs = sections[-1].inputs if head is not None else ()
+        taken = sections[-1].inputs if head is not None else ()
         results = [node.name for node in _output_nodes(graph_module.graph) if head is None or node is not head.logits]
-        self._output_names = [*results, *self.head_inputs]
+        self._output_names = [*results, *taken]
         self._wiring = [(section.inputs, section.outputs) for section in sections]
         self._done = _done_with(self._wiring, set(self._output_names))
         functions: dict[Hashable, Function] = {}
@@ -85,12 +89,13 @@ class Blocks(nn.Module):
                 functions[form] = compiler(_module_of(section))
             self.blocks.append(Block(functions[form], section, graph_module))
         self.distinct = len(functions)
-        self.plain_head = None if head is None else Block(_module_of(sections[-1]), sections[-1], graph_module)
-
-    @property
-    def head(self) -> Block:
-        """The head, compiled; only where there is one."""
-        return self.blocks[-1]  # type: ignore[return-value]
+        self.head: ProgramHead | None = None
+        if head is not None:
+            plain, compiled_head = Block(_module_of(sections[-1]), sections[-1], graph_module), self.blocks[-1]
+            assert isinstance(compiled_head, Block)
+            is_batched = len(shape_of(head.hidden)) == 3, len(shape_of(head.logits)) == 3
+            vocabulary = int(shape_of(head.logits)[-1])
+            self.head = ProgramHead(compiled_head, plain, taken.index(head.hidden.name), is_batched, vocabulary)
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Runs the blocks in order, but for a head; values that no later block takes are let go.
@@ -99,7 +104,7 @@ class Blocks(nn.Module):
             The outputs of the graph; with a head, those without the logits, and then the arguments of the head.
         """
         values = dict(zip(self._input_names, inputs, strict=True))
-        count = len(self.blocks) - (self.plain_head is not None)
+        count = len(self.blocks) - (self.head is not None)
         for block, (names, outputs), done in zip(self.blocks[:count], self._wiring, self._done, strict=False):
             values.update(zip(outputs, block(*(values[name] for name in names)), strict=True))
             for name in done:
@@ -122,8 +127,9 @@ def _done_with(wiring: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], kept: 
 
 def split(graph: fx.Graph, head: Head | None = None) -> list[Section]:
     """The sections of a graph: what comes before the decoder blocks, every block, what comes after, the head."""
-    of_head = () if head is None else head.nodes
-    labels = _labels([node for node in graph.nodes if node.op == "call_function" and node not in set(of_head)])
+    of_head = [] if head is None else list(head.nodes)
+    outside = set(graph.nodes).difference(of_head)
+    labels = _labels([node for node in graph.nodes if node.op == "call_function" and node in outside])
     runs: list[tuple[str, list[fx.Node]]] = []
     for node, label in labels.items():
         if not runs or runs[-1][0] != label:

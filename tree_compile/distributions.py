@@ -16,7 +16,7 @@ from tree_compile.errors import PayloadError, TokenRangeError
 from tree_compile.per_sequence import PartsOfRows, PerSequence
 from tree_compile.row_result import RowResult
 from tree_compile.runtime.next_tokens import Asked, NextTokens, best_tokens, next_tokens
-from tree_compile.runtime.sequences import IntArray
+from tree_compile.runtime.sequences import IntArray, as_array
 
 
 class TopTokens(NamedTuple):
@@ -44,7 +44,7 @@ class Distributions:
         self._results = results
         self._of_row = {id(result): _RowDistributions(result, float(temperature)) for result in results}
 
-    @property
+    @cached_property
     def logprobs(self) -> PerSequence[Tensor]:
         """The log-probability of every token but the first: `[len_i - 1]`."""
         return self._by_sequence(_RowDistributions.logprobs)
@@ -53,7 +53,7 @@ class Distributions:
         """The log-probabilities of some tokens alone, by the number of the sequence; of none is it the first."""
         return self._by_sequence(lambda of_row: of_row.logprobs_at(places))
 
-    @property
+    @cached_property
     def entropy(self) -> PerSequence[Tensor]:
         """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`."""
         return self._by_sequence(_RowDistributions.entropy)
@@ -128,13 +128,13 @@ class _RowDistributions:
         return list(found[torch.from_numpy(at).to(found.device)].split([len(own) for own in wanted]))
 
     def entropy(self) -> list[Tensor]:
-        return self._before_last(self._at(self._asked.states, self._both.entropy))
+        return self._before_last(self._at(self._asked.rows, self._both.entropy))
 
     def topk(self, k: int) -> list[TopTokens]:
         states = self.result.states
         if not 0 < k <= states.vocabulary:
             raise ValueError(f"k is {k!r}; it must be between 1 and the number of logits, {states.vocabulary}")
-        rows = self._asked.states
+        rows = self._asked.rows
         best = best_tokens(states, rows, k)
         owner = torch.arange(len(rows), device=rows.device).repeat_interleave(k)
         logprobs = self._logprobs_for(Asked(rows, owner, best.flatten())).view(-1, k)
@@ -164,6 +164,10 @@ class _RowDistributions:
         return [part[:-1] for part in self.result.unpacked(values)]
 
 
+_LABELS_WHY = "they are token ids, one or several for every place."
+_LABELS_HINT = "the entry t of a list, array or tensor is for the place of token t + 1."
+
+
 def _labels_of(labels: Sequence[Any] | Mapping[int, Any], sequence: int, tokens: int, vocabulary: int) -> IntArray:
     """Those of one sequence, int64 [tokens - 1, …]."""
     try:
@@ -174,12 +178,12 @@ def _labels_of(labels: Sequence[Any] | Mapping[int, Any], sequence: int, tokens:
             why="every sequence of the output needs its own.",
             hint="pass a list with an entry for every sequence of the batch, or a dict by their numbers.",
         ) from None
-    own = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+    own = as_array(given, f"labels of sequence {sequence}", "token ids", _LABELS_WHY, _LABELS_HINT)
     if own.shape[:1] != (tokens - 1,) or (own.size and own.dtype.kind not in "iu"):
         raise PayloadError(
             f"The labels of sequence {sequence} have shape {own.shape} and type {own.dtype}.",
             why=f"a sequence of {tokens} tokens has {tokens - 1} places to predict, and labels are token ids.",
-            hint="the entry t is for the place of token t + 1.",
+            hint=_LABELS_HINT,
         )
     own = own.astype(np.int64)
     if own.size and not (int(own.min()) >= 0 and int(own.max()) < vocabulary):

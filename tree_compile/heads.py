@@ -2,63 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from tree_compile.blocks import Block
+from tree_compile.call_settings import CallSettings
+from tree_compile.changes import marks_of
 from tree_compile.errors import StaleOutputError
 from tree_compile.runtime.next_tokens import States
 
-
-@dataclass(frozen=True)
-class CallSettings:
-    """The settings of torch that a call was made under: what it computes later is computed under them, too.
-
-    Attributes:
-        gradients: whether they were on.
-        inference: whether inference mode was on.
-        device: type of the device.
-        autocast: dtype of autocast on the device; None where it was off.
-    """
-
-    gradients: bool
-    inference: bool
-    device: str
-    autocast: torch.dtype | None
-
-    @classmethod
-    def now(cls, device: str) -> CallSettings:
-        """Those that are in force."""
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, autocast)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """All of them."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients), self.autocast_restored():
-            yield
-
-    @contextmanager
-    def autocast_restored(self) -> Iterator[None]:
-        """Autocast alone."""
-        # Weights that were cast elsewhere may have been cast without gradients.
-        with torch.autocast(self.device, self.autocast, self.autocast is not None, cache_enabled=False):
-            yield
+if TYPE_CHECKING:
+    from tree_compile.blocks import Block
 
 
 @dataclass(frozen=True)
-class HeadPlan:
-    """Where a program's head begins and ends.
+class ProgramHead:
+    """The head of a program.
 
     Attributes:
-        block: the head, compiled.
-        plain: the head as it is, for any number of tokens.
-        hidden: place of the states among its arguments.
+        block: compiled, for a whole row.
+        plain: as it is, for any number of tokens.
+        hidden: place of the states among its inputs.
         is_batched: whether states and logits have a batch dimension.
         vocabulary: number of logits.
     """
@@ -76,64 +43,71 @@ class RowHead:
     """The head, and what it takes for one row.
 
     Attributes:
-        plan: of the program.
-        arguments: of the head.
+        head: of the program.
+        inputs: of the head.
         settings: those of the call.
+        hidden: the states, [T, width].
         depends_on: of every parameter of the head no entry, with a gradient to it: DistributedDataParallel asks which
             parameters the output depends on before any logits are computed.
     """
 
-    plan: HeadPlan
-    arguments: tuple[Tensor, ...]
+    head: ProgramHead
+    inputs: tuple[Tensor, ...]
     settings: CallSettings
+    hidden: Tensor = field(init=False)
     depends_on: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._parameters = list(self.plan.plain.parameters())
-        self._versions = [parameter._version for parameter in self._parameters]
-        with self.settings.restored():
-            self.depends_on = [parameter.flatten()[:0] for parameter in self._parameters]
+        self._attributes = self.head.plain.attributes()
+        states = self.inputs[self.head.hidden]
+        self.hidden = states[0] if self.head.is_batched[0] else states
+        self.depends_on = [tensor.flatten()[:0] for tensor in self._attributes if tensor.requires_grad]
+        self._marks = marks_of((*self._attributes, *self.inputs))
 
     @cached_property
     def logits(self) -> Tensor:
         """[T, vocabulary] of the whole row.
 
         Raises:
-            StaleOutputError: a parameter of the head was changed since the call.
+            StaleOutputError: what they are computed from was changed since the call.
         """
-        self._require_same_parameters()
+        self.require_unchanged()
         with self.settings.restored():
-            (logits,) = self.plan.block(*self.arguments)
-        return logits[0] if self.plan.is_batched[1] else logits
+            (logits,) = self.head.block(*self.inputs)
+        return self._without_batch(logits)
 
     @cached_property
-    def hidden(self) -> Tensor:
-        """The states, [T, width]."""
-        states = self.arguments[self.plan.hidden]
-        return states[0] if self.plan.is_batched[0] else states
-
     def states(self) -> States:
-        """The states with the head for any part of them.
-
-        Raises:
-            StaleOutputError: a parameter of the head was changed since the call.
-        """
-        self._require_same_parameters()
-        hidden = self.plan.hidden
-        others = [*self.arguments[:hidden], *self.arguments[hidden + 1 :]]
-        return States(self.hidden, others, self._parameters, self._logits_of, self.plan.vocabulary)
+        """The states, with the head for any part of them."""
+        at = self.head.hidden
+        others = (*self.inputs[:at], *self.inputs[at + 1 :], *self._attributes)
+        return States(self.hidden, others, self._logits_of, self.head.vocabulary)
 
     def _logits_of(self, hidden: Tensor, others: Sequence[Tensor]) -> Tensor:
-        at = self.plan.hidden
-        states = hidden[None] if self.plan.is_batched[0] else hidden
+        at, count = self.head.hidden, len(self.inputs) - 1
+        states = hidden[None] if self.head.is_batched[0] else hidden
         with self.settings.autocast_restored():
-            (logits,) = self.plan.plain(*others[:at], states, *others[at:])
-        return logits[0] if self.plan.is_batched[1] else logits
+            (logits,) = self.head.plain.function(*others[count:], *others[:at], states, *others[at:count])
+        return self._without_batch(logits)
 
-    def _require_same_parameters(self) -> None:
-        if [parameter._version for parameter in self._parameters] != self._versions:
+    def _without_batch(self, logits: Tensor) -> Tensor:
+        return logits[0] if self.head.is_batched[1] else logits
+
+    def require_unchanged(self) -> None:
+        """Refuses to compute with other weights or states than those of the call.
+
+        Raises:
+            StaleOutputError: some were changed, or are not here any more.
+        """
+        if any(tensor.numel() and not tensor.untyped_storage().size() for tensor in self._attributes):
             raise StaleOutputError(
-                "The parameters of the model's head were changed since this output was computed.",
-                why="logits are computed from it when they are first asked for, and would be those of other weights.",
+                "The parameters of the model's head were given back to other ranks since this output was computed.",
+                why="logits are computed from it when they are first asked for.",
+                hint="keep them until the backward pass: fully_shard(tree_model, reshard_after_forward=False).",
+            )
+        if marks_of((*self._attributes, *self.inputs)) != self._marks:
+            raise StaleOutputError(
+                "The model's head, or the states before it, were changed since this output was computed.",
+                why="logits are computed from them when they are first asked for, and would be others.",
                 hint="take out.logits, out.logprobs and the like before optimizer.step().",
             )

@@ -55,7 +55,7 @@ class TreeOutput(Sequence[Any]):
         loss = "; a loss is computed from out.logits[i] and the labels of sequence i" if name == "loss" else ""
         raise AttributeError(f"a TreeOutput has no {name!r}: out[i] is the model's output for sequence i{loss}")
 
-    @property
+    @cached_property
     def hidden(self) -> PerSequence[Tensor]:
         """The states that the logits are made from: `[len_i, width]` for every sequence.
 

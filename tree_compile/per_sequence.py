@@ -63,6 +63,9 @@ class PartsOfRows(Mapping[int, Any]):
             self._made[number] = self._parts(result)
         return self._made[number][at]
 
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._where
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._where)
 

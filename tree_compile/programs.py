@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tree_compile.blocks import Blocks, as_it_is, compiled
+from tree_compile.call_settings import CallSettings
 from tree_compile.failures import of_tables
-from tree_compile.heads import CallSettings, HeadPlan, RowHead
+from tree_compile.heads import RowHead
 from tree_compile.passes.head import find_head
-from tree_compile.passes.shapes import shape_of
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.row_result import RowResult
 from tree_compile.runtime.row import Row
@@ -28,14 +28,12 @@ class Program:
     Attributes:
         rewritten: the model's rewritten graph.
         blocks: the same, split and compiled.
-        head: where its head is; None where it has none that can be cut off.
         device: where its inputs have to be.
         checked: whether it was compared with the unpacked model.
     """
 
     rewritten: Rewritten
     blocks: Blocks
-    head: HeadPlan | None
     device: torch.device
     checked: bool = False
 
@@ -47,22 +45,25 @@ class Program:
         """
         with of_tables(row):
             tensors = self.blocks(*self.rewritten.inputs(row, self.device))
-        if self.head is None:
-            return self._result(row, tensors)
+        settings = CallSettings.now(self.device.type)
+        if self.blocks.head is None:
+            return self._result(row, tensors, settings)
         outputs = len(self.rewritten.batched) - 1
-        head = RowHead(self.head, tensors[outputs:], CallSettings.now(self.device.type))
-        return self._result(row, tensors[:outputs], head)
+        return self._result(row, tensors[:outputs], settings, RowHead(self.blocks.head, tensors[outputs:], settings))
 
     def run_uncompiled(self, row: Row) -> RowResult:
         """Computes one row with the rewritten graph as it is."""
-        return self._result(row, self.rewritten.graph_module(*self.rewritten.inputs(row, self.device)))
+        tensors = self.rewritten.graph_module(*self.rewritten.inputs(row, self.device))
+        return self._result(row, tensors, CallSettings.now(self.device.type))
 
-    def _result(self, row: Row, tensors: tuple[Tensor, ...], head: RowHead | None = None) -> RowResult:
+    def _result(
+        self, row: Row, tensors: tuple[Tensor, ...], settings: CallSettings, head: RowHead | None = None
+    ) -> RowResult:
         place, batched = self.rewritten.logits_place, list(self.rewritten.batched)
         if head is not None:
             del batched[place]
         parts = tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True))
-        return RowResult(row, parts, CallSettings.now(self.device.type), place, head)
+        return RowResult(row, parts, settings, place, head)
 
 
 def make_program(plain: PlainModel, backend: str) -> Program:
@@ -76,22 +77,15 @@ def make_program(plain: PlainModel, backend: str) -> Program:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
     rewritten = rewrite_model(plain)
-    return Program(rewritten, *_compiled(rewritten, backend), plain.device)
+    return Program(rewritten, _blocks_of(rewritten, backend), plain.device)
 
 
-def _compiled(rewritten: Rewritten, backend: str) -> tuple[Blocks, HeadPlan | None]:
-    """The blocks, and where their head is."""
-    graph_module = rewritten.graph_module
-    place = rewritten.logits_place
+def _blocks_of(rewritten: Rewritten, backend: str) -> Blocks:
+    """The compiled blocks; the last one is the head, where there is one that can be cut off."""
+    graph_module, place = rewritten.graph_module, rewritten.logits_place
     outputs: Any = graph_module.graph.output_node().args[0]
     head = find_head(graph_module.graph, outputs[place]) if outputs.count(outputs[place]) == 1 else None
-    blocks = Blocks(graph_module, BACKENDS[backend], head)
-    if head is None or blocks.plain_head is None:
-        return blocks, None
-    shapes = shape_of(head.hidden), shape_of(head.logits)
-    hidden = blocks.head_inputs.index(head.hidden.name)
-    is_batched = len(shapes[0]) == 3, len(shapes[1]) == 3
-    return blocks, HeadPlan(blocks.head, blocks.plain_head, hidden, is_batched, int(shapes[1][-1]))
+    return Blocks(graph_module, BACKENDS[backend], head)
 
 
 def prove_further(program: Program, plain: PlainModel, backend: str, tokens: int) -> Program:
@@ -106,5 +100,4 @@ def prove_further(program: Program, plain: PlainModel, backend: str, tokens: int
     rewritten = rewrite_model(plain, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
         return replace(program, rewritten=rewritten)
-    blocks, head = _compiled(rewritten, backend)
-    return replace(program, rewritten=rewritten, blocks=blocks, head=head, checked=False)
+    return replace(program, rewritten=rewritten, blocks=_blocks_of(rewritten, backend), checked=False)

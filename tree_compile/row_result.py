@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
+from tree_compile.call_settings import CallSettings
 from tree_compile.errors import OutputError
-from tree_compile.heads import CallSettings, RowHead
+from tree_compile.heads import RowHead
 from tree_compile.runtime.next_tokens import States
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.unpack import unpack_row
@@ -33,10 +33,6 @@ class RowResult:
     logits_place: int
     head: RowHead | None = None
 
-    @cached_property
-    def _parts(self) -> dict[int, list[Tensor]]:
-        return {}
-
     def __len__(self) -> int:
         return len(self.tensors) + (self.head is not None)
 
@@ -48,20 +44,19 @@ class RowResult:
 
     def parts(self, place: int) -> list[Tensor]:
         """The output at `place`, one part `[len_i, …]` for every sequence of the row, in the order of its ids."""
-        if place not in self._parts:
-            self._parts[place] = self.unpacked(self.tensor(place))
-        return self._parts[place]
+        return self.unpacked(self.tensor(place))
 
-    @cached_property
+    @property
     def states(self) -> States:
         """The states before the head; without one the logits themselves, which make themselves.
 
         Raises:
             OutputError: the logits are not one number for every token id and token.
-            StaleOutputError: a parameter of the head was changed since the call.
+            StaleOutputError: what logits are computed from was changed since the call.
         """
         if self.head is not None:
-            return self.head.states()
+            self.head.require_unchanged()
+            return self.head.states
         logits = self.tensors[self.logits_place]
         if logits.dim() != 2 or not logits.is_floating_point():
             raise OutputError(
@@ -69,13 +64,14 @@ class RowResult:
                 why="log-probabilities are computed from logits [T, vocabulary].",
                 hint="return the logits as the output, or as its entry or attribute `logits`.",
             )
-        return States(logits, (), (), _as_they_are, logits.shape[1])
+        return States(logits, (), _as_they_are, logits.shape[1])
 
     def hidden(self) -> list[Tensor]:
         """The states before the head `[len_i, width]`, for every sequence of the row.
 
         Raises:
             OutputError: there is no head.
+            StaleOutputError: they were changed since the call.
         """
         if self.head is None:
             raise OutputError(
@@ -83,6 +79,7 @@ class RowResult:
                 why="the model does not end in a product of states and parameters that stands alone.",
                 hint="let the model return them.",
             )
+        self.head.require_unchanged()
         return self.unpacked(self.head.hidden)
 
     def unpacked(self, values: Tensor) -> list[Tensor]:

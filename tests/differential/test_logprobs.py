@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.differential.comparison import Result, gradient_difference, output_di
 from tests.differential.double import InDouble
 from tests.differential.trees import deep_sequences, random_sequences
 from tree_compile import Plan, TreeModel, plan_rows, treecompile
-from tree_compile.errors import OutputError, PayloadError, StaleOutputError, TokenRangeError
+from tree_compile.errors import OutputError, PayloadError, StaleOutputError, TokenRangeError, TokenTypeError
 from tree_compile.runtime import next_tokens
 from tree_compile.tiny import tiny_model
 
@@ -26,7 +27,7 @@ SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3], [7], [1, 2, 3, 6]]
 class Own(nn.Module):
     """An attention, and a head that is given."""
 
-    def __init__(self, logits_of: Callable[[Own, Tensor], Tensor]) -> None:
+    def __init__(self, logits_of: Callable[[Own, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.embed, self.mix = nn.Embedding(VOCABULARY, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.head, self.down, self.up = nn.Linear(16, VOCABULARY), nn.Linear(16, 2), nn.Linear(2, VOCABULARY)
@@ -37,22 +38,30 @@ class Own(nn.Module):
         x = self.embed(ids)
         query, key, value = (project(x).unflatten(-1, (2, 8)).transpose(1, 2) for project in self.mix)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.logits_of(self, x + mixed.transpose(1, 2).flatten(2))
+        return self.logits_of(self, x + mixed.transpose(1, 2).flatten(2), ids)
 
 
-def with_adapter(model: Own, x: Tensor) -> Tensor:
+def with_adapter(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
     return model.head(x) + 0.5 * model.up(model.down(x))
 
 
-def with_scaled_weight(model: Own, x: Tensor) -> Tensor:
+def with_scaled_weight(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
     return x @ (model.gain * model.head.weight).T + model.head.bias
 
 
-def without_some_tokens(model: Own, x: Tensor) -> Tensor:
+def without_some_tokens(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
     return model.head(x).masked_fill(torch.arange(VOCABULARY) % 7 == 6, -torch.inf)
 
 
-def not_by_a_product(model: Own, x: Tensor) -> Tensor:
+def with_a_size(model: Own, x: Tensor, ids: Tensor) -> Tensor:
+    return model.head(x).view(1, ids.shape[1], -1)
+
+
+def with_a_part_that_is_not_trained(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
+    return model.head(x) + model.up(model.down(x)).detach()
+
+
+def not_by_a_product(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
     return model.head(x) + x.mean(-1, keepdim=True).exp()
 
 
@@ -70,6 +79,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a head with an adapter": lambda: Own(with_adapter),
     "a head whose weight is computed": lambda: Own(with_scaled_weight),
     "a head that rules tokens out": lambda: Own(without_some_tokens),
+    "a head with a part that is not trained": lambda: Own(with_a_part_that_is_not_trained),
+    "a head that reads the number of tokens": lambda: Own(with_a_size),
     "no head": lambda: Own(not_by_a_product),
 }
 HEADLESS = {"no head"}
@@ -165,6 +176,52 @@ def test_only_a_head_that_stands_alone_is_cut_off(name) -> None:
         assert [len(states) for states in out.hidden] == [len(sequence) for sequence in SEQUENCES]
 
 
+def test_states_before_the_head_give_the_logits() -> None:
+    tree_model = tree_model_of("llama")
+    with InDouble():
+        out = tree_model(SEQUENCES)
+        for states, logits in zip(out.hidden, out.logits, strict=True):
+            torch.testing.assert_close(tree_model.unpacked.lm_head(states), logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_states_that_are_looked_at_first_keep_their_gradients(first) -> None:
+    model = tree_model_of("llama").unpacked
+    with InDouble():
+        expected = run(model, lambda: flat(tree_model_of("llama")(SEQUENCES).logprobs))
+        out = tree_model_of("llama")(SEQUENCES)
+        with first():
+            assert len(out.hidden[0]) == 5
+            assert len(out.logits[0]) == 5
+        require_equal(expected, run(model, lambda: flat(out.logprobs)))
+
+
+def test_hook_on_a_parameter_of_the_head_is_called_once() -> None:
+    tree_model = tree_model_of("a head with an adapter")
+    weight = tree_model.unpacked.head.weight
+    weight.grad = None
+    tree_model(SEQUENCES).logprobs[0].sum().backward()
+    before, weight.grad = weight.grad.clone(), None
+    with_hook = weight.register_hook(lambda gradient: 2 * gradient)
+    tree_model(SEQUENCES).logprobs[0].sum().backward()
+    with_hook.remove()
+    torch.testing.assert_close(weight.grad, 2 * before)
+
+
+def test_gradients_in_half_precision_are_added_up_in_float32(monkeypatch) -> None:
+    monkeypatch.setattr(next_tokens, "_BUDGET", 8 * 4 * VOCABULARY)
+    torch.manual_seed(0)
+    model = Own(with_adapter).bfloat16()
+    tree_model = treecompile(model, backend="eager", self_check=False)
+    sequence = torch.randint(VOCABULARY, (2_000,)).tolist()
+    exact = Own(with_adapter).double()
+    exact.load_state_dict(model.state_dict())
+    plain_logprobs(exact, sequence).sum().backward()
+    tree_model([sequence]).logprobs[0].sum().backward()
+    found, expected = model.head.weight.grad.double(), exact.head.weight.grad
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
 def test_temperature_divides_the_logits() -> None:
     tree_model = tree_model_of("gemma2 with a softcap")
     model, sequences = tree_model.unpacked, random_sequences(4, VOCABULARY)
@@ -213,6 +270,8 @@ def test_labels_of_every_sequence_have_their_own_logprobs(shape) -> None:
         ({0: [1, 2]}, PayloadError, "no labels for sequence 1"),
         ([[1, 2], [1, 2]], PayloadError, r"labels of sequence 1 have shape \(2,\)"),
         ([[1, 2], [1.0]], PayloadError, "type float64"),
+        ([[1, 2], torch.ones(1, dtype=torch.bfloat16)], PayloadError, "type float64"),
+        ([[1, 2], [[1], [1, 2]]], TokenTypeError, "labels of sequence 1 is not a flat list"),
         ([[1, 2], [-100]], TokenRangeError, "labels of sequence 1 reach from -100"),
         ([[1, VOCABULARY], [1]], TokenRangeError, "labels of sequence 0"),
     ],
@@ -265,6 +324,33 @@ def test_what_is_asked_after_a_step_of_the_optimizer_is_refused(ask) -> None:
         model.lm_head.weight += 1
     with pytest.raises(StaleOutputError, match=r"before optimizer\.step"):
         getattr(out, ask)[0]
+
+
+def replaced_storage(model: nn.Module, _out: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data * 2
+
+
+def fused_step(model: nn.Module, out: Any) -> None:
+    out.logits[1].sum().backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def changed_states(_model: nn.Module, out: Any) -> None:
+    with torch.no_grad():
+        out.hidden[0].mul_(2)
+
+
+@pytest.mark.parametrize("change", [replaced_storage, fused_step, changed_states])
+@pytest.mark.parametrize("asked_before", ["logprobs", None])
+def test_no_change_of_the_head_goes_unseen(change, asked_before) -> None:
+    model = tiny_model("llama")
+    tree_model = treecompile(model, backend="eager", self_check=False, min_shared_tokens=1)
+    out = tree_model([[1, 2, 3]] if change is changed_states else SEQUENCES)
+    if asked_before:
+        assert out.logprobs[0].requires_grad
+    change(model, out)
+    with pytest.raises(StaleOutputError, match=r"before optimizer\.step"):
+        out.entropy[0]
 
 
 def test_output_without_logits_is_told() -> None:

@@ -11,7 +11,13 @@ from torch.distributed.tensor import distribute_module
 
 from tests.errors.refusal import Tiny, require_refusal
 from tree_compile import plan_rows, treecompile
-from tree_compile.errors import CaptureError, TokenMixingError, UnsupportedArgumentError, WrappedModelError
+from tree_compile.errors import (
+    CaptureError,
+    StaleOutputError,
+    TokenMixingError,
+    UnsupportedArgumentError,
+    WrappedModelError,
+)
 from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS
 from tree_compile.tiny import tiny_model
 
@@ -237,6 +243,15 @@ def test_wrapping_the_tree_model_is_exact(process_group, wrap):
     torch.stack([part.square().sum() for part in out]).sum().backward()
     found = model.head.weight.grad
     torch.testing.assert_close(getattr(found, "to_local", lambda: found)(), gradient)
+
+
+def test_logits_after_parameters_were_sharded_again_are_refused(process_group):
+    model = Tiny(lambda model, x, ids: x)
+    del model.project, model.gain, model.rows
+    tree = fully_shard(treecompile(model, min_shared_tokens=1, backend="eager"), reshard_after_forward=True)
+    out = tree(SEQUENCES)
+    with pytest.raises(StaleOutputError, match="reshard_after_forward=False"):
+        len(out.logits[0])
 
 
 @pytest.mark.parametrize("original", [False, True])

@@ -98,18 +98,20 @@ class _NextTokens(torch.autograd.Function):
     def forward(
         ctx: Any, states: States, asked: Asked, temperature: float, entropy: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        none = states.hidden.new_zeros(0, dtype=_wide(states.hidden.dtype))
-        found, entropies = [none], [none]
+        wide = _wide(states.hidden.dtype)
+        # Memory that is kept between those of two chunks would keep each of them from being used again.
+        found = states.hidden.new_empty(len(asked.labels), dtype=wide)
+        entropies = states.hidden.new_empty(len(asked.rows) if entropy else 0, dtype=wide)
         for part, edges in _chunks(states, asked):
             logits = states.head(states.hidden[asked.rows[part]], states.values)
             logprobs = _scaled(logits, temperature).log_softmax(1)
-            found.append(logprobs[asked.owner[edges] - part.start, asked.labels[edges]])
+            found[edges] = logprobs[asked.owner[edges] - part.start, asked.labels[edges]]
             if entropy:
-                entropies.append(torch.special.entr(logprobs.exp_()).sum(1))
+                entropies[part] = torch.special.entr(logprobs.exp_()).sum(1)
         ctx.states, ctx.asked, ctx.temperature = states, asked, temperature
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        return torch.cat(found), torch.cat(entropies)
+        return found, entropies
 
     @staticmethod
     @once_differentiable

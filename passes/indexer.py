@@ -29,7 +29,13 @@ _NEVER_CHOSEN = -1.0e30
 class IndexScores:
     """sum over heads of weights * relu(query . key) for every query and key, less what `masks` hide.
 
-    `dtype` is that of the product of query and key.
+    Attributes:
+        query: the queries of every head.
+        key: the keys, the same for all heads.
+        weights: one for every query and head.
+        masks: what hides keys.
+        dtype: that of the product of query and key.
+        sum_dtype: that of the sum: many models add up in float32 what they multiply in fewer bits.
     """
 
     query: Roles
@@ -37,6 +43,7 @@ class IndexScores:
     weights: Roles
     masks: tuple[Mask, ...]
     dtype: torch.dtype
+    sum_dtype: torch.dtype
 
 
 # The selection
@@ -114,7 +121,7 @@ def read_index_scores(topk: fx.Node, statics: StaticValues) -> IndexScores:
     dtype = pairs.node.meta["val"].dtype
     if not has_relu or not dtype.is_floating_point:
         raise NoMatch("its index scores are not cut off at 0 before the sum over heads")
-    return IndexScores(*found, weights, masks, dtype)
+    return IndexScores(*found, weights, masks, dtype, scores.node.meta["val"].dtype)
 
 
 def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]]:
@@ -243,7 +250,7 @@ def _in_order(scores: Roles, statics: StaticValues) -> Roles | None:
 
 
 def operands(graph: fx.Graph, scores: IndexScores, meta: dict[str, Any]) -> list[fx.Node]:
-    """Query [1, T, H, D], key [1, T, D] and weights [1, T, H] as nodes of one dtype.
+    """Query [1, T, H, D] and key [1, T, D] in the dtype of their product, weights [1, T, H] in that of the sum.
 
     Raises:
         NoMatch: they do not have the same heads and width.
@@ -252,8 +259,8 @@ def operands(graph: fx.Graph, scores: IndexScores, meta: dict[str, Any]) -> list
     if query.get("head", 1) != weights.get("head", 1) or query["width"] != key["width"]:
         raise NoMatch("its indexer does not have one weight for each of its heads")
     wanted = (
-        (scores.query, ("query", "head", "width")),
-        (scores.key, ("key", "width")),
-        (scores.weights, ("query", "head")),
+        (scores.query, ("query", "head", "width"), scores.dtype),
+        (scores.key, ("key", "width"), scores.dtype),
+        (scores.weights, ("query", "head"), scores.sum_dtype),
     )
-    return [in_dtype(graph, laid_out(graph, given, names, meta, 1), scores.dtype) for given, names in wanted]
+    return [in_dtype(graph, laid_out(graph, given, names, meta, 1), dtype) for given, names, dtype in wanted]

@@ -32,14 +32,14 @@ def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tenso
     """The `k` ancestors, itself included, that score highest for every token; no other token is ever scored.
 
     The score of query row t and key row s is `sum_h weights[t, h] * relu(query[t, h] . key[s])`, the lightning indexer
-    of DeepSeek-V3.2 (arXiv 2512.02556), in the dtype of `query`. Where no more than `k` can be seen all are kept, and
-    none is scored. Beside inputs and result there are never more numbers than 4 * 2^22, `BLOCK` for every token, and
+    of DeepSeek-V3.2 (arXiv 2512.02556): the products are in the dtype of `query`, the sum is in that of `weights`, also
+    under autocast. Where no more than `k` can be seen all are kept, and none is scored. Beside inputs and result there are never more numbers than 4 * 2^22, `BLOCK` for every token, and
     `BLOCK` * (4 + D) for every token of the longest path: no T x T.
 
     Args:
         query: [1, T, H, D], floating point.
-        key: [1, T, D].
-        weights: [1, T, H].
+        key: [1, T, D], in the dtype of `query`.
+        weights: [1, T, H], floating point.
         segments: int64 on the CPU, [S, 5], as `tree_attention` takes them.
         k: how many to keep.
 
@@ -52,12 +52,18 @@ def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tenso
         ValueError: shapes or devices do not fit together.
     """
     _check(query, key, weights, segments)
-    return topk_index_op(query.detach(), key.detach(), weights.detach(), segments, k)
+    with torch.autocast(query.device.type, enabled=False):  # which reaches into the op
+        return topk_index_op(query.detach(), key.detach(), weights.detach(), segments, k)
 
 
 def _check(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor) -> None:
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(weights.shape)}"
-    if query.dim() != 4 or key.shape != (1, query.shape[1], query.shape[3]) or weights.shape != query.shape[:3]:
+    if (
+        query.dim() != 4
+        or query.shape[0] != 1
+        or key.shape != (1, query.shape[1], query.shape[3])
+        or weights.shape != query.shape[:3]
+    ):
         raise ValueError(f"query, key and weights must be [1, T, H, D], [1, T, D] and [1, T, H], not {shapes}")
     if segments.device.type != "cpu":
         raise ValueError(f"segments must be on the CPU, which reads them, and not on {segments.device}")
@@ -113,8 +119,8 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 
 
 def _weighed(scores: Tensor, weights: Tensor) -> Tensor:
-    """The sum over heads [n, m] of scores [n, H, m]."""
-    return torch.bmm(weights.unsqueeze(1), scores).squeeze(1)
+    """The sum over heads [n, m] of scores [n, H, m], in the dtype of `weights`."""
+    return torch.bmm(weights.unsqueeze(1), scores.to(weights.dtype)).squeeze(1)
 
 
 def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
@@ -122,7 +128,7 @@ def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, blocks: Tenso
 
     All queries at the same place in their blocks see equally many rows, so no pair is scored in vain.
     """
-    near = query.new_zeros(len(query), BLOCK)
+    near = weights.new_zeros(len(query), BLOCK)
     starts, sizes = blocks.to(query.device).unbind(1)
     for place in range(BLOCK):
         for some in starts[sizes > place].split(max(1, _BUDGET // query[0].numel())):

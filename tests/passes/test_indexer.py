@@ -48,7 +48,25 @@ def keys_first_in_einsum(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("bqh,bqhk->bqk", weights, torch.einsum("bkd,bqhd->bqhk", key, query).relu())
 
 
-SCORES = [by_matmul, by_einsum, by_sum, heads_first, keys_first_in_einsum]
+def added_up_in_more_bits(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = torch.matmul(query.bfloat16(), key.bfloat16().mT.unsqueeze(1))
+    return (pairs.to(weights.dtype).relu() * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def weighed_in_more_bits_by_matmul(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = torch.matmul(query.bfloat16(), key.bfloat16().mT.unsqueeze(1)).relu()
+    return torch.matmul(weights.unsqueeze(-2), pairs.to(weights.dtype)).squeeze(-2)
+
+
+SCORES = [
+    by_matmul,
+    by_einsum,
+    by_sum,
+    heads_first,
+    keys_first_in_einsum,
+    added_up_in_more_bits,
+    weighed_in_more_bits_by_matmul,
+]
 
 
 # Masks before the selection

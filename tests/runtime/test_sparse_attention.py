@@ -39,8 +39,12 @@ def index_inputs(row: Row, heads: int, width: int, seed: int, *, few_values: boo
 
 
 def chosen_by_definition(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Iterator[list[int]]:
-    scores = torch.einsum("qhd,kd->qkh", query[0], key[0]).relu()
-    scores = torch.einsum("qkh,qh->qk", scores, weights[0])
+    yield from chosen_from(query @ key.mT[:, None], weights, segments, k)
+
+
+def chosen_from(products: Tensor, weights: Tensor, segments: Tensor, k: int) -> Iterator[list[int]]:
+    """By products [1, T, H, T] of any dtype."""
+    scores = torch.einsum("qhk,qh->qk", products[0].to(weights.dtype).relu(), weights[0])
     for row, visible in enumerate(visible_pairs(segments, len(scores))):
         ancestors = visible.nonzero()[:, 0].tolist()
         ancestors.sort(key=lambda other: (-round(float(scores[row, other]), 9), other))
@@ -119,6 +123,19 @@ def test_index_inputs_that_do_not_fit_are_refused() -> None:
     query, key, weights = index_inputs(row, 2, 3, 0, few_values=False)
     with pytest.raises(ValueError, match="query, key and weights must be"):
         tree_topk_index(query, key[:, :-1], weights, segments_of(row), 2)
+    with pytest.raises(ValueError, match="query, key and weights must be"):
+        tree_topk_index(query.expand(2, -1, -1, -1), key, weights.expand(2, -1, -1), segments_of(row), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_index_is_added_up_in_the_dtype_of_the_weights_also_under_autocast(dtype: torch.dtype) -> None:
+    row = plan_rows([list(range(200))]).rows[0]
+    query, key, weights = index_inputs(row, 4, 8, 0, few_values=False)
+    query, key = query.to(dtype), key.to(dtype)
+    expected = list(chosen_from(query @ key.mT[:, None], weights, segments_of(row), 5))
+    assert tree_topk_index(query, key, weights, segments_of(row), 5)[0].tolist() == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tree_topk_index(query, key, weights, segments_of(row), 5)[0].tolist() == expected
 
 
 # Attention

@@ -55,9 +55,14 @@ def entries_before(values: Tensor, dim: int, previous: Tensor) -> Tensor:
 
 
 def first_entries(first: Tensor | float, later: Tensor, dim: int, previous: Tensor) -> Tensor:
-    """`first` where an entry has none before it on its path, and `later` elsewhere; entries lie along `dim`."""
+    """`first` where an entry has none before it on its path, and `later` elsewhere; entries lie along `dim`.
+
+    A number takes the dtype of `later`, as the value of a pad does.
+    """
     shape = [1] * later.dim()
     shape[dim] = -1
+    if not isinstance(first, Tensor):
+        first = torch.full((), first, dtype=later.dtype, device=later.device)
     return torch.where((previous >= 0).view(shape), later, first)
 
 
@@ -111,12 +116,13 @@ def topk_entries(
 ) -> Tensor:
     """The `k` entries that score highest among those that each token sees; entries of other paths are never scored.
 
-    The score of token t and entry e is `sum_h weights[t, h] * relu(query[t, h] . key[e])`.
+    The score of token t and entry e is `sum_h weights[t, h] * relu(query[t, h] . key[e])`: the products are in the
+    dtype of `query`, the sum is in that of `weights`, also under autocast.
 
     Args:
         query: [1, T, H, D], floating point.
-        key: [1, E, D].
-        weights: [1, T, H].
+        key: [1, E, D], in the dtype of `query`.
+        weights: [1, T, H], floating point.
         segments: int64 [S, 5] on the CPU, as `tree_attention` takes them.
         ranges: int64 [S, 2] on the CPU, as in `WindowTables`.
         last: int64 [T], as in `WindowTables`.
@@ -130,7 +136,8 @@ def topk_entries(
         ValueError: shapes or devices do not fit together.
     """
     _check_topk(query, key, weights, segments, ranges, last)
-    return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
+    with torch.autocast(query.device.type, enabled=False):  # which reaches into the op
+        return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
 
 
 def _check_topk(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor) -> None:

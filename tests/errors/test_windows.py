@@ -78,6 +78,19 @@ def entry_before_by_pad(model, x, ids):
     return x + attend(model, x, entries + before, closed(x))
 
 
+def entry_before_by_pad_of_ids(model, x, ids):
+    windows = x.shape[1] // M
+    first_of_window = ids[:, : windows * M].view(1, windows, M)[..., 0]
+    before = model.embed(F.pad(first_of_window, (1, 0), value=3)[:, :windows])
+    return x + attend(model, x, entries_of(x) + before, closed(x))
+
+
+def entry_before_by_pad_of_truths(model, x, ids):
+    entries = entries_of(x)
+    before = F.pad(entries > 0, (0, 0, 1, 0), value=True)[:, : entries.shape[1]]
+    return x + attend(model, x, entries.masked_fill(before, 0.5), closed(x))
+
+
 def softmax_of_one_dimension(model, x, ids):
     return x * model.gain.softmax(0)[0]
 
@@ -90,6 +103,8 @@ def softmax_of_one_dimension(model, x, ids):
         entry_before_by_cat,
         difference_of_entries,
         entry_before_by_pad,
+        entry_before_by_pad_of_ids,
+        entry_before_by_pad_of_truths,
         softmax_of_one_dimension,
     ],
 )

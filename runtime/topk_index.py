@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tree_compile.runtime.attention_schedule import Segment
 
-__all__ = ["highest", "index_scores", "tree_topk_index", "write_chosen"]
+__all__ = ["check_scored", "highest", "index_scores", "tree_topk_index", "write_chosen"]
 
 BLOCK = 16
 """Queries of one segment that are scored together against what stands above all of them."""
@@ -33,8 +33,9 @@ def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tenso
 
     The score of query row t and key row s is `sum_h weights[t, h] * relu(query[t, h] . key[s])`, the lightning indexer
     of DeepSeek-V3.2 (arXiv 2512.02556): the products are in the dtype of `query`, the sum is in that of `weights`, also
-    under autocast. Where no more than `k` can be seen all are kept, and none is scored. Beside inputs and result there are never more numbers than 4 * 2^22, `BLOCK` for every token, and
-    `BLOCK` * (4 + D) for every token of the longest path: no T x T.
+    under autocast. Where no more than `k` can be seen all are kept, and none is scored. Beside inputs and result there
+    are never more numbers than 4 * 2^22, `BLOCK` for every token, and `BLOCK` * (4 + D) for every token of the longest
+    path: no T x T.
 
     Args:
         query: [1, T, H, D], floating point.
@@ -49,9 +50,10 @@ def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tenso
         row keeps nothing.
 
     Raises:
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together, or `k` is below 1.
     """
     _check(query, key, weights, segments)
+    check_scored(query, key, weights, k)
     with torch.autocast(query.device.type, enabled=False):  # which reaches into the op
         return topk_index_op(query.detach(), key.detach(), weights.detach(), segments, k)
 
@@ -67,6 +69,19 @@ def _check(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor) -> Non
         raise ValueError(f"query, key and weights must be [1, T, H, D], [1, T, D] and [1, T, H], not {shapes}")
     if segments.device.type != "cpu":
         raise ValueError(f"segments must be on the CPU, which reads them, and not on {segments.device}")
+
+
+def check_scored(query: Tensor, key: Tensor, weights: Tensor, k: int) -> None:
+    """Refuses dtypes, and numbers to keep, that no index can be made from.
+
+    Raises:
+        ValueError: they are not floating point, query and key differ, or nothing is to be kept.
+    """
+    dtypes = query.dtype, key.dtype, weights.dtype
+    if query.dtype != key.dtype or not all(dtype.is_floating_point for dtype in dtypes):
+        raise ValueError(f"query and key must be of one floating dtype, and weights of one, not {dtypes}")
+    if k < 1:
+        raise ValueError(f"k must be 1 or more, not {k}")
 
 
 @torch.library.custom_op("tree_compile::topk_index", mutates_args=())

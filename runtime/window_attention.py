@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import highest, index_scores, write_chosen
+from tree_compile.runtime.topk_index import check_scored, highest, index_scores, write_chosen
 
 __all__ = [
     "all_entries",
@@ -133,9 +133,10 @@ def topk_entries(
         the earlier entry goes first. Nothing is differentiated through it.
 
     Raises:
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together, or `k` is below 1.
     """
     _check_topk(query, key, weights, segments, ranges, last)
+    check_scored(query, key, weights, k)
     with torch.autocast(query.device.type, enabled=False):  # which reaches into the op
         return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
 

@@ -127,6 +127,33 @@ def test_index_inputs_that_do_not_fit_are_refused() -> None:
         tree_topk_index(query.expand(2, -1, -1, -1), key, weights.expand(2, -1, -1), segments_of(row), 2)
 
 
+def test_index_of_other_dtypes_or_of_no_keys_is_refused() -> None:
+    row = row_of(0)
+    query, key, weights = index_inputs(row, 2, 3, 0, few_values=False)
+    for inputs in ((query.long(), key.long(), weights), (query.float(), key, weights), (query, key, weights.long())):
+        with pytest.raises(ValueError, match="must be of one floating dtype"):
+            tree_topk_index(*inputs, segments_of(row), 2)
+    for k in (0, -1):
+        with pytest.raises(ValueError, match="k must be 1 or more"):
+            tree_topk_index(query, key, weights, segments_of(row), k)
+
+
+def test_attention_refuses_what_does_not_fit() -> None:
+    query, key, value, sinks = attention_inputs(4, 6, 2, 1, 0)
+    indices = torch.zeros(1, 4, 2, dtype=torch.int32)
+    cases = [
+        (query, key.expand(2, -1, -1, -1), value.expand(2, -1, -1, -1), indices, None, "must be .1, heads"),
+        (query, key[0], value[0], indices, None, "must be .1, heads"),
+        (query, key[:, :0], value[:, :0], indices, None, "do not fit"),
+        (query, key, value, indices[0], None, "query, key and indices"),
+        (query, key, value, indices.float(), None, "int32 or int64"),
+        (query, key, value, indices, sinks[:1], "one for each of 2 heads"),
+    ]
+    for *inputs, of_heads, why in cases:
+        with pytest.raises(ValueError, match=why):
+            sparse_attention(*inputs, scale=1.0, sinks=of_heads)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_index_is_added_up_in_the_dtype_of_the_weights_also_under_autocast(dtype: torch.dtype) -> None:
     row = plan_rows([list(range(200))]).rows[0]

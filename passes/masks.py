@@ -5,7 +5,6 @@ Masks over windows of tokens are read in `window_patterns`.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -53,7 +52,10 @@ class View:
 
     def cast(self, number: float) -> float | None:
         """What becomes of a number; None where one of the dtypes cannot hold it."""
-        return functools.reduce(rounded, self.casts, number)
+        found: float | None = number
+        for dtype in self.casts:
+            found = rounded(found, dtype)
+        return found
 
     def is_hidden(self, number: float) -> bool:
         """Whether `number` hides what it stands at."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import check_scored, highest, index_scores, write_chosen
+from tree_compile.runtime.topk_index import BUDGET, check_scored, highest, index_scores, write_chosen
 
 __all__ = [
     "all_entries",
@@ -22,9 +22,6 @@ __all__ = [
     "topk_entries",
     "window_attention",
 ]
-
-_BUDGET = 1 << 22
-"""Scores of all heads that exist at a time."""
 
 
 # Entries
@@ -158,9 +155,9 @@ def _topk_op(
     kept = last.new_full((1, len(last), k), -1, dtype=torch.int32)
     for start, end, on_path in _paths(segments, ranges):
         entries = on_path.to(last.device)
-        heads = query.shape[2] * max(len(entries), 1)
-        for first in range(start, end, max(1, _BUDGET // heads)):
-            rows = slice(first, min(end, first + max(1, _BUDGET // heads)))
+        at_once = max(1, BUDGET // (query.shape[2] * max(len(entries), 1)))
+        for first in range(start, end, at_once):
+            rows = slice(first, min(end, first + at_once))
             visible = entries <= last[rows, None]
             if len(entries) > k:
                 scores = index_scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])

@@ -92,7 +92,7 @@ def test_just_the_pairs_of_the_tree_are_scored(k: int, monkeypatch: pytest.Monke
     visible = visible_pairs(segments_of(row), len(row.tokens))
     in_scored_blocks = torch.zeros(len(row.tokens), dtype=torch.bool)
     for start, end, above in topk_index._blocks(segments_of(row)):
-        in_scored_blocks[start:end] = len(above) + end - start > k
+        in_scored_blocks[start:end] = above + end - start > k
     assert scored == int(visible[in_scored_blocks].sum())
 
 
@@ -100,7 +100,7 @@ def test_scores_that_do_not_fit_at_once_give_the_same_index(monkeypatch: pytest.
     row = plan_rows(long_sequences(3, 8), min_shared_tokens=1).rows[0]
     inputs = index_inputs(row, 2, 3, 0, few_values=True)
     index = tree_topk_index(*inputs, segments_of(row), 5)
-    monkeypatch.setattr(topk_index, "_BUDGET", 7)
+    monkeypatch.setattr(topk_index, "BUDGET", 7)
     assert torch.equal(index, tree_topk_index(*inputs, segments_of(row), 5))
 
 

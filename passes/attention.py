@@ -33,6 +33,7 @@ from tree_compile.passes.finding import Finding
 from tree_compile.passes.gathered import insert_sparse_attention, is_softmax_over_chosen, match_gathered
 from tree_compile.passes.indexer import topk_of
 from tree_compile.passes.masks import ChangesWithLength, NoMatch
+from tree_compile.passes.operators import SDPA
 from tree_compile.passes.pair_tables import (
     NotCausal,
     PairForm,
@@ -52,7 +53,6 @@ from tree_compile.runtime.sparse_attention import sparse_attention
 
 aten = torch.ops.aten
 _SPARSE = "sparse_attention over the keys that an indexer chose"
-_SDPA = aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RewriteAttention:
         findings = []
         choices = Choices(self.statics, functools.cache(self._read))  # the layers of a model share few masks
         for node in list(graph_module.graph.nodes):
-            if node.target is _SDPA:
+            if node.target is SDPA:
                 findings.append(self._replace(graph_module.graph, self._match(match_sdpa, node), choices))
             elif node.op == "call_function" and is_score_softmax(node, symbol):
                 findings.append(self._replace(graph_module.graph, self._match(match_softmax, node), choices))
@@ -268,7 +268,7 @@ def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
 def _operands(graph: fx.Graph, match: AttentionMatch, lead: tuple[Any, ...]) -> list[fx.Node]:
     """Query, key and value as `[1, heads, tokens, width]`; keys and values may have fewer heads, each for a group."""
     query, key = match.query.shape[:-2], match.key.shape[:-2]
-    of_scores = lead if match.output.target is _SDPA else torch.broadcast_shapes(query, key)
+    of_scores = lead if match.output.target is SDPA else torch.broadcast_shapes(query, key)
     grouped = key[-1:] == match.value.shape[-3:-2]
     return [
         _in_heads(graph, match.query, of_scores, match.output.meta, grouped=False),

@@ -6,16 +6,15 @@ import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from tree_compile.errors import CaptureError
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.source import source_line
-from tree_compile.runtime.autocast import WITHOUT_AUTOCAST, without_autocast
+from tree_compile.runtime.autocast import kept_off, without_autocast
 
 AUTOCAST_OFF = "tree_compile_autocast_off"
 """Meta key of nodes that the model computes with autocast switched off: the type of device that it is off for."""
@@ -38,11 +37,7 @@ def as_the_model(meta: Mapping[str, Any]) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class KeepAutocastOff:
-    """Lets every operation run under the autocast that the model has there; the last pass, since it hides operators.
-
-    Raises:
-        CaptureError: a function that a rewrite put into the graph stands where autocast is off, and cannot be kept so.
-    """
+    """Lets every operation run under the autocast that the model has there; the last pass, since it hides operators."""
 
     name: str = field(default="autocast", init=False)
 
@@ -54,15 +49,8 @@ class KeepAutocastOff:
 
 
 def _keep_off(node: fx.Node, device: str) -> None:
-    if node.target in WITHOUT_AUTOCAST:
-        node.target, node.args = WITHOUT_AUTOCAST[node.target], (device, *node.args)
-    elif isinstance(node.target, OpOverload):
-        operator: Any = node.target
-        node.target, node.args = without_autocast, (device, operator, *node.args)
-    elif str(getattr(node.target, "__module__", "")).startswith("tree_compile."):
-        raise CaptureError(
-            f"{node.target.__name__} cannot be kept out of autocast.",  # type: ignore[union-attr]
-            where=source_line(node),
-            why="the model switches autocast off there, and it would run in the dtype of autocast.",
-            hint="call the tree model outside of torch.autocast.",
-        )
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        node.target, node.args = without_autocast, (device, target, *node.args)
+    elif isinstance(target, FunctionType):  # which a rewrite put there; what is built in only picks from tuples
+        node.target, node.args = kept_off(target), (device, *node.args)

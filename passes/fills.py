@@ -48,7 +48,10 @@ def rounded(number: float | None, dtype: torch.dtype) -> float | None:
     """A number as a tensor holds it; None for none, and for one that it cannot hold."""
     if number is None or (not math.isfinite(number) and not dtype.is_floating_point and dtype != torch.bool):
         return None
-    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
+    # From float64 a number that an integer dtype cannot hold becomes any; from int64 it wraps, as the model's does.
+    is_whole = not dtype.is_floating_point and abs(number) < 1 << 63 and number == int(number)
+    held = torch.tensor(int(number)) if is_whole else torch.tensor(number, dtype=torch.float64)
+    return float(held.to(dtype))
 
 
 class Filled(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.functions import Min
 
 from tree_compile.passes.fills import filled
 from tree_compile.passes.masks import Mask, NoMatch, read_masks
@@ -23,13 +24,21 @@ from tree_compile.passes.static_values import Pair, StaticValues
 aten = torch.ops.aten
 _NEVER_CHOSEN = -1.0e30
 """Index scores are sums of products: a key that is hidden by less than this might be chosen before one that is not."""
+_GREATEST_FACTOR, _GREATEST_FACTOR_IN_HALF = 1e12, 1e3
+"""Scores times factors beyond these, or beyond their inverses, may all become equal: 0, or infinite."""
 
 
 @dataclass(frozen=True)
 class IndexScores:
     """sum over heads of weights * relu(query . key) for every query and key, less what `masks` hide.
 
-    `dtype` is that of the product of query and key.
+    Attributes:
+        query: the queries of every head.
+        key: the keys, the same for all heads.
+        weights: one for every query and head.
+        masks: what hides keys.
+        dtype: that of the product of query and key.
+        sum_dtype: that of the sum: many models add up in float32 what they multiply in fewer bits.
     """
 
     query: Roles
@@ -37,6 +46,7 @@ class IndexScores:
     weights: Roles
     masks: tuple[Mask, ...]
     dtype: torch.dtype
+    sum_dtype: torch.dtype
 
 
 # The selection
@@ -88,12 +98,17 @@ def how_many(topk: fx.Node, there_are: sympy.Expr) -> int:
     size = size_expression(topk.meta["val"][1].shape[-1])
     chosen = size.xreplace({there_are: keys})
     most = chosen.subs(keys, 1 << 40)
-    if not most.is_Integer or most >= 1 << 20:
-        raise NoMatch(f"its indexer chooses {size} keys, where T is the number of tokens")
-    tried = [0, 1, 2, *(most * factor + step for factor in (1, 4) for step in (-1, 0, 1))]
-    if any(chosen.subs(keys, n) not in (most, min(n, most)) for n in tried if n >= 0):
+    if not most.is_Integer or most < 1 or not _is_all_or(int(most), chosen, keys):
         raise NoMatch(f"its indexer chooses {size} keys, where T is the number of tokens")
     return int(most)
+
+
+def _is_all_or(most: int, chosen: sympy.Expr, keys: sympy.Symbol) -> bool:
+    """Whether `chosen` keys are `most` of them, or all where there are fewer."""
+    if chosen in (sympy.Integer(most), Min(sympy.Integer(most), keys)):
+        return most < 1 << 20
+    # Another way to write it, which is tried at every number of keys at which it may differ.
+    return most <= 1 << 11 and all(chosen.subs(keys, n) in (most, min(n, most)) for n in range(4 * most + 2))
 
 
 # The scores
@@ -107,14 +122,16 @@ def read_index_scores(topk: fx.Node, statics: StaticValues) -> IndexScores:
     """
     scores, masks = _read_masks(with_roles(topk.args[0], ["query", "key"]), statics)
     pairs, weights = _heads_apart(scores)
-    has_relu = False
+    has_relu, factor = False, 1.0
     while (found := _query_and_key(pairs)) is None:
+        factor *= factor_of(pairs.node, statics) or 1.0
+        _require_in_range(factor, pairs.node)
         pairs, is_relu = _step_to_product(pairs, statics)
         has_relu |= is_relu
     dtype = pairs.node.meta["val"].dtype
     if not has_relu or not dtype.is_floating_point:
         raise NoMatch("its index scores are not cut off at 0 before the sum over heads")
-    return IndexScores(*found, weights, masks, dtype)
+    return IndexScores(*found, weights, masks, dtype, scores.node.meta["val"].dtype)
 
 
 def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]]:
@@ -130,7 +147,14 @@ def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask
                 return scores, masks
             above, more = found
             masks += more
+        _require_in_range(factor, node)
         scores = above
+
+
+def _require_in_range(factor: float, node: Any) -> None:
+    most = _GREATEST_FACTOR_IN_HALF if node.meta["val"].dtype == torch.float16 else _GREATEST_FACTOR
+    if not 1.0 / most <= abs(factor) <= most:
+        raise NoMatch("its index scores are multiplied by numbers that may make them all 0, or infinite")
 
 
 def _step_to_scores(scores: Roles, factor: float, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]] | None:
@@ -230,6 +254,7 @@ def _query_and_key(pairs: Roles) -> tuple[Roles, Roles] | None:
 def _in_order(scores: Roles, statics: StaticValues) -> Roles | None:
     """Scores before a step that keeps their order: another shape or dtype, or a positive factor."""
     if (above := same_numbers(scores)) is not None:
+        _require_range(above.node, scores.node)
         return above
     if scores.node.target is DETACH:  # a choice has no gradients
         return scores.moved(scores.node.args[0], scores.names)
@@ -239,11 +264,16 @@ def _in_order(scores: Roles, statics: StaticValues) -> Roles | None:
     return None if factor is None else scores.moved(scores.node.args[0], scores.names)
 
 
+def _require_range(before: Any, after: Any) -> None:
+    if after.meta["val"].dtype == torch.float16 != before.meta["val"].dtype:
+        raise NoMatch("its index scores are cast to float16, in which they may all become 0, or infinite")
+
+
 # The operands of the op
 
 
 def operands(graph: fx.Graph, scores: IndexScores, meta: dict[str, Any]) -> list[fx.Node]:
-    """Query [1, T, H, D], key [1, T, D] and weights [1, T, H] as nodes of one dtype.
+    """Query [1, T, H, D] and key [1, T, D] in the dtype of their product, weights [1, T, H] in that of the sum.
 
     Raises:
         NoMatch: they do not have the same heads and width.
@@ -252,8 +282,8 @@ def operands(graph: fx.Graph, scores: IndexScores, meta: dict[str, Any]) -> list
     if query.get("head", 1) != weights.get("head", 1) or query["width"] != key["width"]:
         raise NoMatch("its indexer does not have one weight for each of its heads")
     wanted = (
-        (scores.query, ("query", "head", "width")),
-        (scores.key, ("key", "width")),
-        (scores.weights, ("query", "head")),
+        (scores.query, ("query", "head", "width"), scores.dtype),
+        (scores.key, ("key", "width"), scores.dtype),
+        (scores.weights, ("query", "head"), scores.sum_dtype),
     )
-    return [in_dtype(graph, laid_out(graph, given, names, meta, 1), scores.dtype) for given, names in wanted]
+    return [in_dtype(graph, laid_out(graph, given, names, meta, 1), dtype) for given, names, dtype in wanted]

@@ -42,19 +42,30 @@ class View:
         hides: True for a mask of truths that is True where hidden.
         fill: the score that a mask of truths gives to what it hides.
         as_bool: whether its numbers are taken as truths; else they are added to the scores.
+        casts: the dtypes that its numbers go through until then, the first one first.
     """
 
     hides: bool = False
     fill: float = -math.inf
     as_bool: bool = False
+    casts: tuple[torch.dtype, ...] = ()
+
+    def cast(self, number: float) -> float | None:
+        """What becomes of a number; None where one of the dtypes cannot hold it."""
+        found: float | None = number
+        for dtype in self.casts:
+            found = rounded(found, dtype)
+        return found
 
     def is_hidden(self, number: float) -> bool:
         """Whether `number` hides what it stands at."""
-        return bool(number) is self.hides if self.as_bool else number <= HIDDEN_BELOW
+        found = self.cast(number)
+        return found is not None and (bool(found) is self.hides if self.as_bool else found <= HIDDEN_BELOW)
 
     def is_visible(self, number: float) -> bool:
         """Whether `number` leaves the score that it stands at as it is."""
-        return bool(number) is not self.hides if self.as_bool else number == 0
+        found = self.cast(number)
+        return found is not None and (bool(found) is not self.hides if self.as_bool else found == 0)
 
 
 class _Found(Protocol):
@@ -100,13 +111,16 @@ class MaskReader(ABC, Generic[Found]):
         if is_static:
             return self.static(node, view)
         above = _unmoved(node)
-        return self._combined(node, view) if above is None else self.read(above, view)
+        if above is None:
+            return self._combined(node, view)
+        return self.read(above, replace(view, casts=(node.meta["val"].dtype, *view.casts)))
 
     def _combined(self, node: fx.Node, view: View) -> Found:
         args: Any = node.args
         if node.target in (*NOT, *BOTH, *EITHER):
             if not view.as_bool or not is_boolean(node):
                 raise NoMatch("its mask is combined as numbers")
+            view = replace(view, casts=())  # truths stay what they are
             if node.target in NOT:
                 return self.read(args[0], replace(view, hides=not view.hides))
             if view.hides is not (node.target in EITHER):
@@ -129,7 +143,8 @@ class MaskReader(ABC, Generic[Found]):
         found = filled(node, self.statics, view.is_hidden)
         if found is None:
             raise NoMatch("hidden scores are filled with a value that still gets weight")
-        fill = view.fill if view.as_bool else found.fill
+        fill = view.fill if view.as_bool else view.cast(found.fill)
+        assert fill is not None  # it hides
         return self.read(found.above, view) + self.read(found.mask, View(found.hides, fill, True))
 
 

@@ -59,3 +59,4 @@ MULTIPLICATIONS = (aten.mul.Tensor, aten.mul.Scalar)
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 """Without a rounding mode."""
 SOFTMAXES = (aten.softmax.int, aten._softmax.default)
+SDPA = aten.scaled_dot_product_attention.default

@@ -17,8 +17,8 @@ from tree_compile.passes.finding import Finding
 from tree_compile.passes.indexer import how_many, operands
 from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments
-from tree_compile.passes.operators import SAME_NUMBERS, SAME_ROWS
-from tree_compile.passes.pair_tables import NotCausal, SeesNothing, pair_form
+from tree_compile.passes.operators import SAME_NUMBERS, SAME_ROWS, SDPA
+from tree_compile.passes.pair_tables import NotCausal, SeesNothing, as_visibility, pair_form
 from tree_compile.passes.plan_inputs import RowTables, plan_input, window_input
 from tree_compile.passes.shapes import (
     Extent,
@@ -42,7 +42,6 @@ from tree_compile.passes.window_patterns import WindowReader
 from tree_compile.runtime.window_attention import all_entries, nearest_rows, topk_entries, window_attention
 
 aten = torch.ops.aten
-_SDPA = aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class RewriteWindowAttention:
         """The attention at `node`, with one of the joined masks; what that says is of no matter here."""
         pairs = dict.fromkeys(masks, Pair(()))
         statics = replace(self.statics, nodes=self.statics.nodes | pairs.keys(), kinds={**self.statics.kinds, **pairs})
-        match = (match_sdpa if node.target is _SDPA else match_softmax)(node, statics)
+        match = (match_sdpa if node.target is SDPA else match_softmax)(node, statics)
         require_no_dropout(match.dropout, node)
         scores = match.scores
         more = (scores.softcap, scores.factors, scores.key_biases, scores.causal, scores.chosen)
@@ -114,8 +113,7 @@ class RewriteWindowAttention:
         kind = self.statics.kinds.get(node)
         if not isinstance(kind, Pair):
             raise NoMatch("its mask over tokens is not made from positions alone")
-        samples = [~sample if hides and sample.dtype == torch.bool else sample for sample in kind.samples]
-        form = pair_form(samples)
+        form = pair_form([as_visibility(sample, hides and sample.dtype == torch.bool) for sample in kind.samples])
         if form.visibility is None or form.slopes is not None or not form.visibility.window:
             raise NoMatch("beside entries, a query may see a window of tokens and no others")
         return form.visibility.window
@@ -144,7 +142,7 @@ class RewriteWindowAttention:
 
 def _windows_among_keys(node: fx.Node, symbol: Any) -> int:
     """m where `node` is attention over T tokens and T // m entries, and maybe a sink; else 0."""
-    if node.target is _SDPA:
+    if node.target is SDPA:
         return window_beside_tokens(shape_of(arguments(node)["key"])[-2], symbol)
     if not is_softmax_over_last(node) or sizes(node)[-2] != symbol:
         return 0

@@ -142,7 +142,7 @@ def _replace_pad(graph: fx.Graph, node: fx.Node, symbol: Any) -> None:
         return
     previous = window_input(graph, found.window, "previous")
     later = source if found.fewer else _insert_before(graph, node, source, dim, previous)
-    _put_first(graph, node, float(given["value"] or 0.0), later, dim, found.window)
+    _put_first(graph, node, given["value"] or 0, later, dim, found.window)
 
 
 def _insert_before(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int, previous: fx.Node) -> fx.Node:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from tree_compile.runtime.attention import tree_attention
-from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import tree_topk_index
-from tree_compile.runtime.window_attention import topk_entries, window_attention
 
 
 def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
@@ -19,18 +15,17 @@ def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, *
         return function(*args, **options)
 
 
-def _kept_off(function: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def kept_off(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a device and the arguments of `function`, which computes it in the dtype of its operands.
+
+    A graph holds Python functions as targets only, not as arguments, so `without_autocast` alone does not do.
+    """
+
     def call(device: str, /, *args: Any, **options: Any) -> Any:
         return without_autocast(device, function, *args, **options)
 
     call.__name__ = call.__qualname__ = f"{function.__name__}_without_autocast"
+    call.__wrapped__ = function  # type: ignore[attr-defined]
+    globals()[call.__name__] = call  # the text of a graph imports its functions by name
     return call
-
-
-WITHOUT_AUTOCAST = {
-    op: _kept_off(op) for op in (tree_attention, sparse_attention, tree_topk_index, window_attention, topk_entries)
-}
-"""For every op that a rewrite puts into graphs, the function that computes it in the dtype of its operands.
-
-A graph holds functions as targets only, not as arguments, so `without_autocast` alone does not do.
-"""

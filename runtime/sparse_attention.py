@@ -55,16 +55,22 @@ def sparse_attention(
         ValueError: shapes do not fit together.
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    _check(query, key, value, indices)
+    _check(query, key, value, indices, sinks)
     return sparse_attention_op(query, key, value, indices, sinks, scale)[0]
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, indices: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, sinks: Tensor | None) -> None:
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}, {tuple(indices.shape)}"
-    if query.dim() != 4 or query.shape[0] != 1 or query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3]:
+    if not query.dim() == key.dim() == value.dim() == 4 or not query.shape[0] == key.shape[0] == 1:
+        raise ValueError(f"query, key and value must be [1, heads, tokens, width]: {shapes}")
+    if not key.shape[1] or query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"query, key and value do not fit: {shapes}")
-    if query.shape[3] != key.shape[3] or indices.shape[:2] != (1, query.shape[2]):
+    if query.shape[3] != key.shape[3] or indices.dim() != 3 or indices.shape[:2] != (1, query.shape[2]):
         raise ValueError(f"query, key and indices do not fit: {shapes}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"indices must be int32 or int64, not {indices.dtype}")
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(f"sinks must be one for each of {query.shape[1]} heads, not {tuple(sinks.shape)}")
 
 
 @torch.library.custom_op("tree_compile::sparse_attention", mutates_args=())

@@ -27,7 +27,7 @@ from tree_compile.runtime.sparse_shapes import (
 __all__ = ["backward", "forward", "kernels_can"]
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_TARGET = {"kind": "cuda", "arch": "sm_90a"}
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
 
 
 def kernels_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -128,7 +128,7 @@ def _backward_kernel(shape: SparseShape) -> Callable[..., None]:
 def _compiled(program: Any) -> Callable[..., None]:
     import tilelang
 
-    kernel: Callable[..., None] = tilelang.compile(program, target=_TARGET, execution_backend="tvm_ffi")
+    kernel: Callable[..., None] = tilelang.compile(program, target=TARGET, execution_backend="tvm_ffi")
     return kernel
 
 

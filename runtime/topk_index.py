@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.attention_schedule import Segment
-
-__all__ = ["highest", "index_scores", "tree_topk_index", "write_chosen"]
+__all__ = ["BUDGET", "check_scored", "highest", "index_scores", "tree_topk_index", "write_chosen"]
 
 BLOCK = 16
 """Queries of one segment that are scored together against what stands above all of them."""
 
-_BUDGET = 1 << 22
+BUDGET = 1 << 22
 """Scores of all heads, or numbers of gathered queries, that exist at a time."""
 
 
 class _Block(NamedTuple):
-    """Query rows [start, end) of one segment, and the rows above the first of them on its path, int64."""
+    """Query rows [start, end) of one segment, and how many rows stand above the first of them on its path."""
 
     start: int
     end: int
-    above: Tensor
+    above: int
 
 
 def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Tensor:
     """The `k` ancestors, itself included, that score highest for every token; no other token is ever scored.
 
     The score of query row t and key row s is `sum_h weights[t, h] * relu(query[t, h] . key[s])`, the lightning indexer
-    of DeepSeek-V3.2 (arXiv 2512.02556), in the dtype of `query`. Where no more than `k` can be seen all are kept, and
-    none is scored. Beside inputs and result there are never more numbers than 4 * 2^22, `BLOCK` for every token, and
-    `BLOCK` * (4 + D) for every token of the longest path: no T x T.
+    of DeepSeek-V3.2 (arXiv 2512.02556): the products are in the dtype of `query`, the sum is in that of `weights`, also
+    under autocast. Where no more than `k` can be seen all are kept, and none is scored. Beside inputs and result there
+    are never more numbers than 4 * 2^22, `BLOCK` for every token, and `BLOCK` * (4 + D) for every token of the longest
+    path: no T x T.
 
     Args:
         query: [1, T, H, D], floating point.
-        key: [1, T, D].
-        weights: [1, T, H].
+        key: [1, T, D], in the dtype of `query`.
+        weights: [1, T, H], floating point.
         segments: int64 on the CPU, [S, 5], as `tree_attention` takes them.
         k: how many to keep.
 
@@ -49,18 +47,38 @@ def tree_topk_index(query: Tensor, key: Tensor, weights: Tensor, segments: Tenso
         row keeps nothing.
 
     Raises:
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together, or `k` is below 1.
     """
     _check(query, key, weights, segments)
-    return topk_index_op(query.detach(), key.detach(), weights.detach(), segments, k)
+    check_scored(query, key, weights, k)
+    with torch.autocast(query.device.type, enabled=False):  # which reaches into the op
+        return topk_index_op(query.detach(), key.detach(), weights.detach(), segments, k)
 
 
 def _check(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor) -> None:
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(weights.shape)}"
-    if query.dim() != 4 or key.shape != (1, query.shape[1], query.shape[3]) or weights.shape != query.shape[:3]:
+    if (
+        query.dim() != 4
+        or query.shape[0] != 1
+        or key.shape != (1, query.shape[1], query.shape[3])
+        or weights.shape != query.shape[:3]
+    ):
         raise ValueError(f"query, key and weights must be [1, T, H, D], [1, T, D] and [1, T, H], not {shapes}")
     if segments.device.type != "cpu":
         raise ValueError(f"segments must be on the CPU, which reads them, and not on {segments.device}")
+
+
+def check_scored(query: Tensor, key: Tensor, weights: Tensor, k: int) -> None:
+    """Refuses dtypes, and numbers to keep, that no index can be made from.
+
+    Raises:
+        ValueError: they are not floating point, query and key differ, or nothing is to be kept.
+    """
+    dtypes = query.dtype, key.dtype, weights.dtype
+    if query.dtype != key.dtype or not all(dtype.is_floating_point for dtype in dtypes):
+        raise ValueError(f"query and key must be of one floating dtype, and weights of one, not {dtypes}")
+    if k < 1:
+        raise ValueError(f"k must be 1 or more, not {k}")
 
 
 @torch.library.custom_op("tree_compile::topk_index", mutates_args=())
@@ -68,15 +86,18 @@ def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor,
     """`tree_topk_index` of tensors without gradients."""
     query, key, weights = query[0], key[0], weights[0]
     kept = query.new_full((1, len(query), k), -1, dtype=torch.int32)
-    near = _scores_in_blocks(query, key, weights, _starts(segments, k))
-    for start, end, above in _blocks(segments):
-        rows = slice(start, end)
-        visible = _visible(len(above), end - start, key.device)
-        if len(above) + end - start > k:
+    blocks = list(_blocks(segments))
+    near = _scores_in_blocks(query, key, weights, _scored(blocks, k))
+    path = torch.zeros(max(above + end - start for start, end, above in blocks), dtype=torch.int64)
+    for start, end, count in blocks:
+        rows, above = slice(start, end), path[:count]
+        path[count : count + end - start] = torch.arange(start, end)
+        visible = _visible(count, end - start, key.device)
+        if count + end - start > k:
             far = index_scores(query[rows], key.index_select(0, above.to(key.device)), weights[rows])
             scores = torch.cat([far, near[rows, : end - start]], 1)
             visible = highest(scores.masked_fill_(~visible, -torch.inf), k) & visible
-        keys = torch.cat([above, torch.arange(start, end)]).to(key.device, torch.int32)
+        keys = path[: count + end - start].to(key.device, torch.int32)
         write_chosen(kept[0, rows], visible, keys)
     return kept
 
@@ -88,13 +109,9 @@ def _(query: Tensor, _key: Tensor, _weights: Tensor, _segments: Tensor, k: int) 
 
 def _blocks(segments: Tensor) -> Iterator[_Block]:
     """All rows in order, block by block; no block leaves its segment."""
-    table = [Segment(*entry) for entry in segments.tolist()]
-    path = np.zeros(max(s.position + s.end - s.start for s in table), np.int64)
-    for start, end, _, _, position in table:
-        path[position : position + end - start] = np.arange(start, end)
+    for start, end, _, _, position in segments.tolist():
         for row in range(start, end, BLOCK):
-            above = torch.from_numpy(path[: position + row - start].copy())
-            yield _Block(row, min(end, row + BLOCK), above)
+            yield _Block(row, min(end, row + BLOCK), position + row - start)
 
 
 def _visible(above: int, own: int, device: torch.device) -> Tensor:
@@ -107,14 +124,14 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     heads = query.flatten(0, 1)
     parts = [
         _weighed(torch.relu_(heads @ some.T).view(*weights.shape, -1), weights)
-        for some in key.split(max(1, _BUDGET // len(heads)))
+        for some in key.split(max(1, BUDGET // len(heads)))
     ]
     return torch.cat(parts, 1) if len(parts) != 1 else parts[0]
 
 
 def _weighed(scores: Tensor, weights: Tensor) -> Tensor:
-    """The sum over heads [n, m] of scores [n, H, m]."""
-    return torch.bmm(weights.unsqueeze(1), scores).squeeze(1)
+    """The sum over heads [n, m] of scores [n, H, m], in the dtype of `weights`."""
+    return torch.bmm(weights.unsqueeze(1), scores.to(weights.dtype)).squeeze(1)
 
 
 def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
@@ -122,24 +139,19 @@ def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, blocks: Tenso
 
     All queries at the same place in their blocks see equally many rows, so no pair is scored in vain.
     """
-    near = query.new_zeros(len(query), BLOCK)
+    near = weights.new_zeros(len(query), BLOCK)
     starts, sizes = blocks.to(query.device).unbind(1)
     for place in range(BLOCK):
-        for some in starts[sizes > place].split(max(1, _BUDGET // query[0].numel())):
+        for some in starts[sizes > place].split(max(1, BUDGET // query[0].numel())):
             rows, own = some + place, some[:, None] + torch.arange(place + 1, device=query.device)
             scores = torch.relu_(torch.bmm(query[rows], key[own].mT))
             near[rows, : place + 1] = _weighed(scores, weights[rows])
     return near
 
 
-def _starts(segments: Tensor, k: int) -> Tensor:
+def _scored(blocks: Sequence[_Block], k: int) -> Tensor:
     """First row and number of rows of every block in which some query sees more than `k` rows: int64 [blocks, 2]."""
-    blocks = [
-        (row, min(end - row, BLOCK), position + row - start)
-        for start, end, _, _, position in segments.tolist()
-        for row in range(start, end, BLOCK)
-    ]
-    scored = [(row, rows) for row, rows, above in blocks if above + rows > k]
+    scored = [(start, end - start) for start, end, above in blocks if above + end - start > k]
     return torch.tensor(scored, dtype=torch.int64).view(-1, 2)
 
 

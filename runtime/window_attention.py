@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import highest, index_scores, write_chosen
+from tree_compile.runtime.topk_index import BUDGET, check_scored, highest, index_scores, write_chosen
 
 __all__ = [
     "all_entries",
@@ -22,9 +22,6 @@ __all__ = [
     "topk_entries",
     "window_attention",
 ]
-
-_BUDGET = 1 << 22
-"""Scores of all heads that exist at a time."""
 
 
 # Entries
@@ -55,9 +52,14 @@ def entries_before(values: Tensor, dim: int, previous: Tensor) -> Tensor:
 
 
 def first_entries(first: Tensor | float, later: Tensor, dim: int, previous: Tensor) -> Tensor:
-    """`first` where an entry has none before it on its path, and `later` elsewhere; entries lie along `dim`."""
+    """`first` where an entry has none before it on its path, and `later` elsewhere; entries lie along `dim`.
+
+    A number takes the dtype of `later`, as the value of a pad does.
+    """
     shape = [1] * later.dim()
     shape[dim] = -1
+    if not isinstance(first, Tensor):
+        first = torch.full((), first, dtype=later.dtype, device=later.device)
     return torch.where((previous >= 0).view(shape), later, first)
 
 
@@ -111,12 +113,13 @@ def topk_entries(
 ) -> Tensor:
     """The `k` entries that score highest among those that each token sees; entries of other paths are never scored.
 
-    The score of token t and entry e is `sum_h weights[t, h] * relu(query[t, h] . key[e])`.
+    The score of token t and entry e is `sum_h weights[t, h] * relu(query[t, h] . key[e])`: the products are in the
+    dtype of `query`, the sum is in that of `weights`, also under autocast.
 
     Args:
         query: [1, T, H, D], floating point.
-        key: [1, E, D].
-        weights: [1, T, H].
+        key: [1, E, D], in the dtype of `query`.
+        weights: [1, T, H], floating point.
         segments: int64 [S, 5] on the CPU, as `tree_attention` takes them.
         ranges: int64 [S, 2] on the CPU, as in `WindowTables`.
         last: int64 [T], as in `WindowTables`.
@@ -127,10 +130,12 @@ def topk_entries(
         the earlier entry goes first. Nothing is differentiated through it.
 
     Raises:
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together, or `k` is below 1.
     """
     _check_topk(query, key, weights, segments, ranges, last)
-    return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
+    check_scored(query, key, weights, k)
+    with torch.autocast(query.device.type, enabled=False):  # which reaches into the op
+        return _topk_op(query.detach(), key.detach(), weights.detach(), segments, ranges, last, k)
 
 
 def _check_topk(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor) -> None:
@@ -150,9 +155,9 @@ def _topk_op(
     kept = last.new_full((1, len(last), k), -1, dtype=torch.int32)
     for start, end, on_path in _paths(segments, ranges):
         entries = on_path.to(last.device)
-        heads = query.shape[2] * max(len(entries), 1)
-        for first in range(start, end, max(1, _BUDGET // heads)):
-            rows = slice(first, min(end, first + max(1, _BUDGET // heads)))
+        at_once = max(1, BUDGET // (query.shape[2] * max(len(entries), 1)))
+        for first in range(start, end, at_once):
+            rows = slice(first, min(end, first + at_once))
             visible = entries <= last[rows, None]
             if len(entries) > k:
                 scores = index_scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])

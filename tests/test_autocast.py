@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from tree_compile import treecompile
 from tree_compile.errors import CaptureError
+from tree_compile.runtime.causal_convolution import token_shift
+from tree_compile.runtime.mixers import mixer
+from tree_compile.runtime.row_tree import RowTree
 from tree_compile.tiny import tiny_model
 
 WIDTH, HEADS, VOCABULARY = 32, 2, 64
@@ -118,6 +121,55 @@ def test_model_that_switches_autocast_off_is_as_exact_under_autocast() -> None:
     with autocast():
         ours = results(lambda: list(tree(SEQUENCES)), model)
         theirs = results(lambda: [model(torch.tensor([tokens]))[0] for tokens in SEQUENCES], model)
+    require_close(ours, theirs, 1e-4)
+
+
+@mixer(tokens={"values": 1, "weight": None}, like="values")
+def twice_shifted(values: Tensor, weight: Tensor, tree: RowTree | None = None) -> Tensor:
+    """An op of a user's own, with a product that autocast would round."""
+    return token_shift(values @ weight.T, tree)
+
+
+def shifts(model: Rotary, x: Tensor) -> Tensor:
+    return token_shift(x)
+
+
+def shifts_a_product(model: Rotary, x: Tensor) -> Tensor:
+    return twice_shifted(x, model.gate.weight)
+
+
+def pools_windows(model: Rotary, x: Tensor) -> Tensor:
+    """Attends to the 5 tokens before and to the means of 4 tokens each, every one less half of that before it."""
+    tokens, entries = torch.arange(x.shape[1]), x.shape[1] // 4
+    means = x[:, : entries * 4].view(1, entries, 4, WIDTH).mean(2)
+    means = means - F.pad(means, (0, 0, 1, 0), value=0.5)[:, :entries] / 2
+    distance, closed = tokens[:, None] - tokens, torch.arange(entries) < (tokens[:, None] + 1) // 4
+    keys = torch.cat([x[:, None], means[:, None]], 2)
+    mask = torch.cat([(distance >= 0) & (distance < 5), closed], -1)
+    return F.scaled_dot_product_attention(model.gate(x)[:, None], keys, keys, mask[None])[:, 0]
+
+
+class MixesWithAutocastOff(Rotary):
+    def __init__(self, mix: Callable[[Rotary, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        with torch.autocast("cpu", enabled=False):
+            x = x + self.mix(self, x)
+            return self.head(x + self.gate(self.project(x)[..., :WIDTH]))
+
+
+@pytest.mark.parametrize("mix", [shifts, shifts_a_product, pools_windows])
+def test_every_op_of_a_row_is_kept_out_of_autocast(mix: Callable[[Rotary, Tensor], Tensor]) -> None:
+    model = MixesWithAutocastOff(mix).eval()
+    tree = treecompile(model, backend="eager", min_shared_tokens=1, self_check=False)
+    sequences = [LONG[:30], [*LONG[:17], *LONG[:6]]]
+    with autocast():
+        ours = results(lambda: list(tree(sequences)), model)
+        theirs = results(lambda: [model(torch.tensor([tokens]))[0] for tokens in sequences], model)
+        exec(tree.graph(), {})
     require_close(ours, theirs, 1e-4)
 
 

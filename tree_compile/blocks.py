@@ -256,10 +256,9 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def _runs_kernels(graph: fx.Graph) -> bool:
-    calls = [(MIXERS.get(getattr(node.target, "__name__", "")), node) for node in graph.nodes]
-    return any(
-        found is not None and found.op is node.target and runs_kernels(found, node.kwargs) for found, node in calls
-    )
+    calls = [(getattr(node.target, "__wrapped__", node.target), node) for node in graph.nodes]
+    mixers = [(MIXERS.get(getattr(op, "__name__", "")), op, node) for op, node in calls]
+    return any(found is not None and found.op is op and runs_kernels(found, node.kwargs) for found, op, node in mixers)
 
 
 def as_it_is(section: fx.GraphModule) -> Function:

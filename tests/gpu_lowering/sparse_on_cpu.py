@@ -7,7 +7,6 @@ import json
 from functools import partial
 
 import torch
-from sparse_attention_reference import dense_attention
 from tile_interpreter import run_program
 
 from tree_compile.runtime import sparse_kernels
@@ -45,6 +44,19 @@ def inputs_of(case, dtype):
     is_named = torch.isin(torch.arange(keys), indices)
     key, value = (tensor.masked_fill(~is_named[:, None], float("nan")) for tensor in (key, value))
     return query, key, value, indices
+
+
+def dense_attention(query, key, value, indices, scale):
+    """The definition, with one dense [T, N] score matrix, of `sparse_kernels.forward`; no key may be named twice."""
+    group = query.shape[1] // key.shape[1]
+    scores = scale * query @ key.repeat_interleave(group, 1).mT
+    named = torch.zeros(indices.shape[1], key.shape[2] + 1, dtype=torch.bool, device=query.device)
+    # What names nothing goes into a last column of its own.
+    named.scatter_(1, indices[0].long().where(indices[0] >= 0, key.shape[2]), value=True)
+    scores = scores.masked_fill(~named[:, :-1], float("-inf"))
+    names_none = ~named[:, :-1].any(1)[:, None]
+    weights = scores.masked_fill(names_none, 0.0).softmax(-1).masked_fill(names_none, 0.0)
+    return weights @ value.repeat_interleave(group, 1), scores.logsumexp(-1)
 
 
 def by_kernels(query, key, value, indices, scale, grad):

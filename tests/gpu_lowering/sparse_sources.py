@@ -11,10 +11,9 @@ import tilelang
 from tilelang import tvm
 from tilelang.engine.lower import lower
 
+from tree_compile.runtime.sparse_kernels import TARGET
 from tree_compile.runtime.sparse_programs import backward_program, forward_program
 from tree_compile.runtime.sparse_shapes import backward_shape, forward_shape
-
-TARGET = {"kind": "cuda", "arch": "sm_90a"}
 
 
 def lowered(program):

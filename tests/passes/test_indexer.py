@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,7 +50,25 @@ def keys_first_in_einsum(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("bqh,bqhk->bqk", weights, torch.einsum("bkd,bqhd->bqhk", key, query).relu())
 
 
-SCORES = [by_matmul, by_einsum, by_sum, heads_first, keys_first_in_einsum]
+def added_up_in_more_bits(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = torch.matmul(query.bfloat16(), key.bfloat16().mT.unsqueeze(1))
+    return (pairs.to(weights.dtype).relu() * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def weighed_in_more_bits_by_matmul(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = torch.matmul(query.bfloat16(), key.bfloat16().mT.unsqueeze(1)).relu()
+    return torch.matmul(weights.unsqueeze(-2), pairs.to(weights.dtype)).squeeze(-2)
+
+
+SCORES = [
+    by_matmul,
+    by_einsum,
+    by_sum,
+    heads_first,
+    keys_first_in_einsum,
+    added_up_in_more_bits,
+    weighed_in_more_bits_by_matmul,
+]
 
 
 # Masks before the selection
@@ -340,6 +360,49 @@ def mask_added_in_part(scores: Tensor) -> Tensor:
     return torch.add(scores, torch.zeros(scores.shape[-2:]).masked_fill(later(scores.shape[-1]), -1e30), alpha=1e-20)
 
 
+def in_half_precision(scores: Tensor) -> Tensor:
+    """Where all are infinite."""
+    return filled((scores * 1e6).half())
+
+
+def small_in_half_precision(scores: Tensor) -> Tensor:
+    """Where all are 0."""
+    return filled((scores * 1e-9).half())
+
+
+def made_zero_step_by_step(scores: Tensor) -> Tensor:
+    return filled((scores * 1e-12 * 1e-12 * 1e-12 * 1e-12).float())
+
+
+def pairs_in_half_precision(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = (torch.matmul(query, key.mT.unsqueeze(1)) * 1e-9).half().relu()
+    return (pairs.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def more_and_more(scores: Tensor) -> Tensor:
+    """2 of 4 keys, 3 of 5, and 5 of 6."""
+    length = scores.shape[-1]
+    return scores.topk(torch.sym_min(8, torch.sym_max(torch.sym_min(length, 2), 2 * length - 7))).indices
+
+
+def none_at_all(scores: Tensor) -> Tensor:
+    return scores.topk(0).indices
+
+
+def wrapped_truths(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """Where 2^32 becomes 0."""
+    length = query.shape[2]
+    hidden = torch.full((1, 1, length, length), 1 << 32).scatter(-1, chosen.unsqueeze(1), 0).to(torch.int32).bool()
+    return F.scaled_dot_product_attention(query, key, value, ~(hidden | later(length)))
+
+
+def tiny_truths(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """Which float16 takes for 0."""
+    length = query.shape[2]
+    hidden = torch.full((1, 1, length, length), 1e-10).scatter(-1, chosen.unsqueeze(1), 0.0).half().bool()
+    return F.scaled_dot_product_attention(query, key, value, ~(hidden | later(length)))
+
+
 def as_many_as_a_tenth(scores: Tensor) -> Tensor:
     return scores.topk(min(CHOSEN, (scores.shape[-1] + 9) // 10)).indices
 
@@ -437,7 +500,7 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "truths_of_scores": (Form(mask=truths_of_scores), "index scores"),
     "wrapped_indices": (Form(choose=wrapped_indices), "chosen by aten::to"),
     "rounded_indices": (Form(choose=rounded_indices), "chosen by aten::to"),
-    "wrapped_indices_of_a_gather": (Form(choose=wrapped_indices, attention=indexed_keys), "after the query|aten::to"),
+    "wrapped_indices_of_a_gather": (Form(choose=wrapped_indices, attention=indexed_keys), "chosen by aten::to"),
     "unweighed": (Form(scores=unweighed), "not over heads that are weighed"),
     "barely_hidden": (Form(mask=barely_hidden), "still may be chosen"),
     "hidden_then_scaled": (Form(mask=hidden_then_scaled), "still may be chosen"),
@@ -459,6 +522,14 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "number_over_scores": (Form(mask=number_over_scores), "come from aten::reciprocal"),
     "mask_added_in_part": (Form(mask=mask_added_in_part), "come from aten::add"),
     "as_many_as_a_tenth": (Form(choose=as_many_as_a_tenth), "its indexer chooses Min"),
+    "in_half_precision": (Form(mask=in_half_precision), "cast to float16"),
+    "small_in_half_precision": (Form(mask=small_in_half_precision), "cast to float16"),
+    "pairs_in_half_precision": (Form(scores=pairs_in_half_precision), "cast to float16"),
+    "made_zero_step_by_step": (Form(mask=made_zero_step_by_step), "make them all 0"),
+    "more_and_more": (Form(choose=more_and_more), "its indexer chooses Min"),
+    "none_at_all": (Form(choose=none_at_all), "its indexer chooses 0 keys"),
+    "wrapped_truths": (Form(attention=wrapped_truths), "hides the keys of a list"),
+    "tiny_truths": (Form(attention=tiny_truths), "hides the keys of a list"),
     "halves_as_truth": (Form(attention=halves_as_truth), "numbers that are not the same"),
     "bias_in_eight_bits": (Form(attention=bias_in_eight_bits), "numbers that are not the same"),
     "truth_as_bias": (Form(attention=truth_as_bias), "used as a number"),
@@ -496,7 +567,7 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "no mask before the selection": (Form(mask=lambda scores: scores), "chooses among other tokens"),
     "list_hides": (
         Form(attention=list_hides),
-        "depends on the tokens|shows what another hides|hides the keys of a list",
+        "shows what another hides",
     ),
     "list_and_window": (Form(attention=list_and_window), "beside a window"),
     "indexed_keys_without_causal_mask": (Form(attention=indexed_keys_without_causal_mask), "lie after the query"),
@@ -508,8 +579,11 @@ def test_form_is_refused_with_its_line(name: str) -> None:
     form, why = REFUSED[name]
     with pytest.raises(TokenMixingError, match=why) as caught:
         treecompile(model_of(form), backend="eager")(SEQUENCES)
-    assert caught.value.where is not None
-    assert caught.value.where.file == __file__
+    found = caught.value.where
+    assert found is not None
+    assert found.file == __file__
+    assert found.code == linecache.getline(__file__, found.line).strip()
+    assert re.search(r"scaled_dot_product_attention|softmax", found.code)
 
 
 def test_list_without_a_causal_mask_is_refused() -> None:

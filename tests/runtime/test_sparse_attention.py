@@ -39,8 +39,12 @@ def index_inputs(row: Row, heads: int, width: int, seed: int, *, few_values: boo
 
 
 def chosen_by_definition(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Iterator[list[int]]:
-    scores = torch.einsum("qhd,kd->qkh", query[0], key[0]).relu()
-    scores = torch.einsum("qkh,qh->qk", scores, weights[0])
+    yield from chosen_from(query @ key.mT[:, None], weights, segments, k)
+
+
+def chosen_from(products: Tensor, weights: Tensor, segments: Tensor, k: int) -> Iterator[list[int]]:
+    """By products [1, T, H, T] of any dtype."""
+    scores = torch.einsum("qhk,qh->qk", products[0].to(weights.dtype).relu(), weights[0])
     for row, visible in enumerate(visible_pairs(segments, len(scores))):
         ancestors = visible.nonzero()[:, 0].tolist()
         ancestors.sort(key=lambda other: (-round(float(scores[row, other]), 9), other))
@@ -88,7 +92,7 @@ def test_just_the_pairs_of_the_tree_are_scored(k: int, monkeypatch: pytest.Monke
     visible = visible_pairs(segments_of(row), len(row.tokens))
     in_scored_blocks = torch.zeros(len(row.tokens), dtype=torch.bool)
     for start, end, above in topk_index._blocks(segments_of(row)):
-        in_scored_blocks[start:end] = len(above) + end - start > k
+        in_scored_blocks[start:end] = above + end - start > k
     assert scored == int(visible[in_scored_blocks].sum())
 
 
@@ -96,7 +100,7 @@ def test_scores_that_do_not_fit_at_once_give_the_same_index(monkeypatch: pytest.
     row = plan_rows(long_sequences(3, 8), min_shared_tokens=1).rows[0]
     inputs = index_inputs(row, 2, 3, 0, few_values=True)
     index = tree_topk_index(*inputs, segments_of(row), 5)
-    monkeypatch.setattr(topk_index, "_BUDGET", 7)
+    monkeypatch.setattr(topk_index, "BUDGET", 7)
     assert torch.equal(index, tree_topk_index(*inputs, segments_of(row), 5))
 
 
@@ -119,6 +123,46 @@ def test_index_inputs_that_do_not_fit_are_refused() -> None:
     query, key, weights = index_inputs(row, 2, 3, 0, few_values=False)
     with pytest.raises(ValueError, match="query, key and weights must be"):
         tree_topk_index(query, key[:, :-1], weights, segments_of(row), 2)
+    with pytest.raises(ValueError, match="query, key and weights must be"):
+        tree_topk_index(query.expand(2, -1, -1, -1), key, weights.expand(2, -1, -1), segments_of(row), 2)
+
+
+def test_index_of_other_dtypes_or_of_no_keys_is_refused() -> None:
+    row = row_of(0)
+    query, key, weights = index_inputs(row, 2, 3, 0, few_values=False)
+    for inputs in ((query.long(), key.long(), weights), (query.float(), key, weights), (query, key, weights.long())):
+        with pytest.raises(ValueError, match="must be of one floating dtype"):
+            tree_topk_index(*inputs, segments_of(row), 2)
+    for k in (0, -1):
+        with pytest.raises(ValueError, match="k must be 1 or more"):
+            tree_topk_index(query, key, weights, segments_of(row), k)
+
+
+def test_attention_refuses_what_does_not_fit() -> None:
+    query, key, value, sinks = attention_inputs(4, 6, 2, 1, 0)
+    indices = torch.zeros(1, 4, 2, dtype=torch.int32)
+    cases = [
+        (query, key.expand(2, -1, -1, -1), value.expand(2, -1, -1, -1), indices, None, "must be .1, heads"),
+        (query, key[0], value[0], indices, None, "must be .1, heads"),
+        (query, key[:, :0], value[:, :0], indices, None, "do not fit"),
+        (query, key, value, indices[0], None, "query, key and indices"),
+        (query, key, value, indices.float(), None, "int32 or int64"),
+        (query, key, value, indices, sinks[:1], "one for each of 2 heads"),
+    ]
+    for *inputs, of_heads, why in cases:
+        with pytest.raises(ValueError, match=why):
+            sparse_attention(*inputs, scale=1.0, sinks=of_heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_index_is_added_up_in_the_dtype_of_the_weights_also_under_autocast(dtype: torch.dtype) -> None:
+    row = plan_rows([list(range(200))]).rows[0]
+    query, key, weights = index_inputs(row, 4, 8, 0, few_values=False)
+    query, key = query.to(dtype), key.to(dtype)
+    expected = list(chosen_from(query @ key.mT[:, None], weights, segments_of(row), 5))
+    assert tree_topk_index(query, key, weights, segments_of(row), 5)[0].tolist() == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tree_topk_index(query, key, weights, segments_of(row), 5)[0].tolist() == expected
 
 
 # Attention

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from tree_compile import plan_rows
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.window_attention import all_entries, nearest_rows, topk_entries, window_attention
+from tree_compile.runtime.window_attention import (
+    all_entries,
+    first_entries,
+    nearest_rows,
+    topk_entries,
+    window_attention,
+)
 from tree_compile.runtime.windows import WindowTables, windows_of_row
 
 TOKENS = st.integers(0, 1)
@@ -127,6 +133,31 @@ def test_chosen_entries_score_highest_among_those_on_the_path(
         seen = seen_by_loop(row, size, token)
         best = sorted(sorted(seen, key=lambda entry: (-float(scores[token, entry]), entry))[:keep])
         assert found[token].tolist() == best + [-1] * (keep - len(best))
+
+
+def test_chosen_entries_are_added_up_in_the_dtype_of_the_weights_also_under_autocast() -> None:
+    row = row_of([list(range(200))])
+    tables = windows_of_row(row, 2)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 200, 4, 8, generator=generator).bfloat16()
+    key = torch.randn(1, 100, 8, generator=generator).bfloat16()
+    weights = torch.randn(1, 200, 4, generator=generator)
+    plan = [torch.from_numpy(row.segments), *tensors(tables, "ranges", "last")]
+    scores = ((query @ key.mT[:, None]).float().relu() * weights[..., None]).sum(2)
+    hidden = torch.arange(100) > torch.from_numpy(tables.last)[:, None]
+    best = scores[0].masked_fill(hidden, -torch.inf).argsort(descending=True, stable=True)[:, :3]
+    expected = best.sort().values[5:]
+    assert torch.equal(topk_entries(query, key, weights, *plan, 3)[0, 5:], expected.int())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(topk_entries(query, key, weights, *plan, 3)[0, 5:], expected.int())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
+def test_a_number_before_the_entries_takes_their_dtype(dtype: torch.dtype) -> None:
+    later = torch.tensor([1, 0, 2]).to(dtype)
+    found = first_entries(1.0, later, 0, torch.tensor([-1, 0, -1]))
+    assert found.dtype == dtype
+    assert found.tolist() == torch.tensor([1, 0, 1]).to(dtype).tolist()
 
 
 def test_entries_of_other_branches_are_never_read() -> None:

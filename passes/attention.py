@@ -32,13 +32,16 @@ from tree_compile.passes.choices import Choices
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.gathered import insert_sparse_attention, is_softmax_over_chosen, match_gathered
 from tree_compile.passes.indexer import topk_of
+from tree_compile.passes.lengths import MOST_DRIFT
 from tree_compile.passes.masks import ChangesWithLength, NoMatch
 from tree_compile.passes.pair_tables import (
+    HIDDEN_BELOW,
     NotCausal,
     PairForm,
     SeesNothing,
     Visibility,
     as_visibility,
+    greatest_hidden,
     pair_form,
     split_mask,
     sum_of_masks,
@@ -169,17 +172,21 @@ class RewriteAttention:
         """Whether the hidden scores stay far below all others, whatever biases are added to both."""
         *_, table = self._combined(scores)
         visible, bias = split_mask(table)
-        fill = max(scores.floor, *(mask.fill for mask in scores.masks))
-        biases = [self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases]
-        if bias is not None:
-            fill = max(fill, float(torch.where(visible, -math.inf, table).max()))
-            biases.append(float(bias.abs().max()))
-        return sum(biases) <= -fill / 4
+        tables = [self._samples(mask.node)[-1] for mask in scores.masks]
+        shown = [as_visibility(table, mask.hides) for table, mask in zip(tables, scores.masks, strict=True)]
+        hidden = greatest_hidden(shown, [mask.fill for mask in scores.masks], visible)
+        if math.isnan(hidden):
+            return False
+        of_keys = sum(self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases)
+        of_pairs = float(bias.abs().max()) if bias is not None else 0.0
+        hidden = max(hidden, scores.floor)
+        is_far_below = hidden + of_pairs + 2 * of_keys <= HIDDEN_BELOW / 2
+        return is_far_below and of_pairs + of_keys <= -hidden / 3
 
     def _greatest(self, node: fx.Node) -> float:
         kind = self.statics.kinds[node]
         assert isinstance(kind, (Table, Drifting))
-        return kind.greatest
+        return kind.greatest * (MOST_DRIFT if isinstance(kind, Drifting) else 1)
 
     def _factors_are_one(self, scores: Scores) -> bool:
         """Whether every factor is 1 where something is visible, and raises nothing that is hidden, at each probed T."""

@@ -7,8 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.passes.model import is_exact, refusal
-from tree_compile.errors import BidirectionalAttentionError
+from tests.passes.model import TREE, is_exact, refusal
+from tree_compile import treecompile
+from tree_compile.errors import BidirectionalAttentionError, TokenMixingError
+from tree_compile.passes.static_values import GREATEST_PAIR
+from tree_compile.pipeline import rewrite_model
+from tree_compile.unpacked import PlainModel
 
 HEADS, WIDTH = 4, 8
 LOWEST = torch.finfo(torch.float64).min
@@ -168,6 +172,87 @@ def test_floor_of_scores_below_all_of_them_is_exact():
     def attend(_model, query, key, value):
         scores = scores_of(query, key) + torch.where(causal(query), 0.0, -torch.inf)
         return torch.max(scores, torch.tensor(LOWEST)).softmax(-1) @ value
+
+    assert is_exact(Attention(attend))
+
+
+# Hidden scores that something is added to
+
+
+def rising(query, slope):
+    """Zero where a token is visible, and the more the farther it is ahead."""
+    position = torch.arange(query.shape[-2], dtype=query.dtype)
+    return slope * (position - position[:, None]).relu()
+
+
+def hidden_by(query, fill):
+    return torch.where(causal(query), 0.0, fill)
+
+
+def proved_length(attend):
+    plain = PlainModel(Attention(attend).double(), ("input_ids",), {})
+    return rewrite_model(plain, GREATEST_PAIR).proved
+
+
+RAISED = {
+    "bias after a fill": lambda query, scores: scores.masked_fill(~causal(query), -1e4) + rising(query, 10.0),
+    "bias in two steps": lambda query, scores: (
+        scores.masked_fill(~causal(query), -1e4) + rising(query, 5.0) + rising(query, 5.0)
+    ),
+    "bias beside a fill that is added": lambda query, scores: (
+        scores.masked_fill(~causal(query), -1e9) + hidden_by(query, -1e9) + rising(query, 1e6)
+    ),
+    "bias that lifts the fill off": lambda query, scores: (
+        scores.masked_fill(~causal(query), -1e9) + torch.where(causal(query), 0.0, 1e9)
+    ),
+    "bias beyond all fills": lambda query, scores: (
+        scores.masked_fill(~causal(query), -torch.inf) + torch.where(causal(query), 0.0, torch.inf)
+    ),
+    "fill above an infinite one": lambda query, scores: (
+        scores.masked_fill(~causal(query), -torch.inf).masked_fill(~causal(query), -1e4) + rising(query, 10.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_bias_that_lifts_hidden_scores_is_refused(name):
+    def attend(_model, query, key, value):
+        return RAISED[name](query, scores_of(query, key)).softmax(-1) @ value
+
+    assert "hidden tokens get weight" in refusal(Attention(attend))
+
+
+def test_bias_that_lifts_hidden_scores_at_the_lengths_of_a_call_is_refused():
+    def attend(_model, query, key, value):
+        scores = scores_of(query, key).masked_fill(~causal(query), -1e4) + rising(query, 2.0)
+        return scores.softmax(-1) @ value
+
+    model = treecompile(Attention(attend).double(), backend="eager", self_check=False)
+    assert model.check(TREE).greatest_output_difference < 1e-9
+    with pytest.raises(TokenMixingError, match="hidden tokens get weight"):
+        model([[1] * 3000, [1] * 2999 + [2]])
+
+
+def test_bias_that_may_lift_hidden_scores_beyond_all_lengths_is_a_limit():
+    def attend(_model, query, key, value):
+        position = torch.arange(query.shape[-2])
+        ahead = (position - position[:, None]).to(query.dtype)
+        return (scores_of(query, key).masked_fill(~causal(query), -1e9) + ahead).softmax(-1) @ value
+
+    assert proved_length(attend) == GREATEST_PAIR
+
+
+def test_fill_alone_is_no_limit():
+    def attend(_model, query, key, value):
+        return scores_of(query, key).masked_fill(~causal(query), -1e9).softmax(-1) @ value
+
+    assert proved_length(attend) is None
+
+
+def test_bias_below_a_fill_is_exact():
+    def attend(_model, query, key, value):
+        scores = scores_of(query, key).masked_fill(~causal(query), -1e9) + rising(query, 10.0)
+        return scores.softmax(-1) @ value
 
     assert is_exact(Attention(attend))
 

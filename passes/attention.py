@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,7 +142,7 @@ class RewriteAttention:
         except NoMatch as error:
             raise _unknown_form(match.output, str(error)) from None
         if not _biases_fit(match):
-            raise _unknown_form(match.output, "a bias has some of the leading dimensions of its scores only")
+            raise _unknown_form(match.output, "a bias or a sink has some of the leading dimensions of its scores only")
         if form.slopes is not None and match.scores.sinks is not None:
             return PairForm(None)
         return form
@@ -260,10 +260,12 @@ class RewriteAttention:
 
 
 def _biases_fit(match: AttentionMatch) -> bool:
-    """Whether every mask and bias is the same for all heads, or has one table for each."""
+    """Whether every mask and bias is the same for all heads, or has one table for each; and sinks one for each."""
     heads = math.prod(_lead_of_output(match))
     nodes = [mask.node for mask in match.scores.masks] + [bias.node for bias in match.scores.key_biases]
-    return all(math.prod(shape_of(node)[:-2]) in (1, heads) for node in nodes)
+    sinks = match.scores.sinks
+    is_for_each = sinks is None or shape_of(sinks) == (heads,)
+    return is_for_each and all(math.prod(shape_of(node)[:-2]) in (1, heads) for node in nodes)
 
 
 def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
@@ -274,27 +276,47 @@ def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
 
 def _operands(graph: fx.Graph, match: AttentionMatch, lead: tuple[Any, ...]) -> list[fx.Node]:
     """Query, key and value as `[1, heads, tokens, width]`; keys and values may have fewer heads, each for a group."""
-    query, key = match.query.shape[:-2], match.key.shape[:-2]
-    of_scores = lead if match.output.target is _SDPA else torch.broadcast_shapes(query, key)
-    grouped = key[-1:] == match.value.shape[-3:-2]
+    query, key, meta = match.query.shape[:-2], match.key.shape[:-2], match.output.meta
+    if match.output.target is _SDPA:
+        leads = [lead]
+    elif math.prod(of_scores := torch.broadcast_shapes(query, key)) == math.prod(lead):
+        leads = [of_scores]
+    else:
+        leads = [of_scores, _lead_of_weights(match), lead]
+    grouped = key == match.value.shape[:-2] and leads == [lead]
     return [
-        _in_heads(graph, match.query, of_scores, match.output.meta, grouped=False),
-        _in_heads(graph, match.key, of_scores, match.output.meta, grouped=grouped),
-        _in_heads(graph, match.value, lead, match.output.meta, grouped=grouped),
+        _in_heads(graph, match.query, leads, meta, grouped=False),
+        _in_heads(graph, match.key, leads, meta, grouped=grouped),
+        _in_heads(graph, match.value, [lead], meta, grouped=grouped),
     ]
 
 
+def _lead_of_weights(match: AttentionMatch) -> tuple[Any, ...]:
+    """Sizes before query and key in the weights, each head of which is for several of the values."""
+    weights: Any = match.output.args[0]
+    return shape_of(weights)[:-2]
+
+
 def _in_heads(
-    graph: fx.Graph, operand: Operand, lead: tuple[Any, ...], meta: dict[str, Any], *, grouped: bool
+    graph: fx.Graph, operand: Operand, leads: Sequence[tuple[Any, ...]], meta: dict[str, Any], *, grouped: bool
 ) -> fx.Node:
-    node, shape = operand.node, operand.shape
+    """An operand in the first of `leads`, reshaped to the second, and expanded to the last."""
+    node, shape, lead = operand.node, operand.shape, leads[0]
     if operand.order != tuple(range(len(shape))):
         node = call(graph, aten.permute.default, (node, list(operand.order)), meta)
-    if len(lead) == 2 and lead[0] == shape[0] == 1 and len(shape) == 4 and (grouped or shape[1] == lead[1]):
+    is_whole = len(lead) == 2 and lead[0] == shape[0] == 1 and len(shape) == 4 and len(leads) == 1
+    if is_whole and (grouped or shape[1] == lead[1]):
         return node
+    if len(shape) > 2 and shape[-3] not in (1, lead[-1]):
+        node = call(graph, aten.repeat_interleave.self_int, (node, lead[-1] // shape[-3], -3), meta)
     if shape[:-2] != lead:
         node = call(graph, aten.expand.default, (node, [*lead, -1, -1]), meta)
-    heads = math.prod(int(size) for size in lead)
+    for between in leads[1:]:
+        is_reshaped = between is leads[1]
+        target = aten.reshape.default if is_reshaped else aten.expand.default
+        tokens: list[Any] = [-1, shape[-1]] if is_reshaped else [-1, -1]
+        node = call(graph, target, (node, [*between, *tokens]), meta)
+    heads = math.prod(int(size) for size in leads[-1])
     return call(graph, aten.reshape.default, (node, [1, heads, -1, shape[-1]]), meta)
 
 

@@ -435,6 +435,8 @@ def _drops_sink(node: fx.Node) -> bool:
 
 def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
     if output.target in MATMULS and output.args[0] is weights:
+        if len(shape_of(output.args[1])) < 2:  # type: ignore[arg-type]
+            raise NoMatch("its values are one number for every token, not one vector")
         return _plain(output.args[1]), _identity(output)  # type: ignore[arg-type]
     if output.target is aten.einsum.default:
         return _einsum_value(output, weights)

@@ -176,6 +176,60 @@ def test_floor_of_scores_below_all_of_them_is_exact():
     assert is_exact(Attention(attend))
 
 
+# Leading dimensions that differ
+
+
+def masked_weights(query, key):
+    return scores_of(query, key).masked_fill(~causal(query), LOWEST).softmax(-1)
+
+
+SHARED_WEIGHTS = {
+    "one head": lambda query, key, value: masked_weights(query[:, :1], key[:, :1]) @ value,
+    "a matrix": lambda query, key, value: masked_weights(query[0, 0], key[0, 0]) @ value,
+    "one head of fewer dimensions": lambda query, key, value: (
+        masked_weights(query[0, :1], key[:, :1]).squeeze(0) @ value
+    ),
+    "two heads for two groups": lambda query, key, value: (
+        masked_weights(query[:, :2], key[:, :2])[:, :, None] @ value.unflatten(1, (2, 2))
+    ).flatten(1, 2),
+    "two heads in turns": lambda query, key, value: (
+        masked_weights(query[:, :2], key[:, :1])[:, None] @ value.unflatten(1, (2, 2))
+    ).flatten(1, 2),
+    "one key for all, heads in groups": lambda query, key, value: (
+        masked_weights(query, key[:, :1]).view(2, 2, *[query.shape[2]] * 2) @ value[:, :1]
+    ).flatten(0, 1)[None],
+}
+
+
+@pytest.mark.parametrize("name", SHARED_WEIGHTS)
+def test_weights_that_several_values_share_are_exact(name):
+    assert is_exact(Attention(lambda _model, *heads: SHARED_WEIGHTS[name](*heads)))
+
+
+def test_groups_of_keys_and_of_values_of_different_sizes_are_exact():
+    def attend(_model, query, key, value):
+        return F.scaled_dot_product_attention(query, key[:, :2], value[:, :1], is_causal=True, enable_gqa=True)
+
+    assert is_exact(Attention(attend))
+
+
+def test_sink_beside_weights_that_several_values_share_is_refused():
+    def attend(model, query, key, value):
+        scores = scores_of(query[:, :1], key[:, :1]).masked_fill(~causal(query), LOWEST)
+        sinks = model.sinks[:1].view(1, 1, 1, 1).expand(1, 1, query.shape[2], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
+
+    assert "sink" in refusal(Attention(attend))
+
+
+def test_weights_times_one_vector_are_refused():
+    def attend(_model, query, key, value):
+        mixed = masked_weights(query[0, 0], key[0, 0]) @ value[0, 0, :, 0]
+        return value * mixed[:, None]
+
+    assert "one number for every token" in refusal(Attention(attend))
+
+
 # Hidden scores that something is added to
 
 

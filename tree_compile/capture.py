@@ -156,7 +156,8 @@ def capture(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
     tokens = example[0].shape[1]
     same = partial(same_at, plain, exported)
     limit, short, control_flow = length_limit(program._guards_code, program.graph, tokens, same)
-    if short is None and same(1) is False:
+    # Where they differ at other lengths too, it is no branch: the self-check tells what it is.
+    if short is None and same(1) is False and same(tokens):
         control_flow = control_flow or branches_on_one_token(line_of_forward(plain.model))
     graph_module = _under_own_names(exported, plain.input_names)
     return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)

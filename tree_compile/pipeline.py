@@ -227,7 +227,7 @@ def _passes_for_rows(statics: StaticValues, tables: RowTables) -> tuple[Pass, ..
         RewriteWindowAttention(statics, tables),
         RewriteAttention(statics, tables),
         RewriteMixers(),
-        RewriteConvolutions(),
+        RewriteConvolutions(statics),
         RewritePositions(statics, tables),
         RewriteWindowSizes(),
         ProveTokenAxis(),

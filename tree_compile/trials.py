@@ -24,6 +24,7 @@ from tree_compile.comparison import (
     trained_parameters,
     weights_of,
 )
+from tree_compile.errors import TreeCompileError
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.passes.limits import rows_of_inputs
 from tree_compile.rehearsal import untouched
@@ -74,6 +75,8 @@ def _computed(
         with own_random_numbers(values[0].device), torch.set_grad_enabled(bool(parameters)):
             parts = [tensors_of(compute(own))]
             gradients = gradients_of(parts, weights_of(parts), parameters)
+    except TreeCompileError:
+        raise
     except Exception:
         return None
     return [part.detach() for part in parts[0]], list(gradients.values())
@@ -143,6 +146,8 @@ def _calls(compute: Callable[[tuple[Tensor, ...]], Any], values: tuple[Tensor, .
     try:
         with torch.no_grad(), watch:
             compute(values)
+    except TreeCompileError:
+        raise
     except Exception:
         return None  # some operators of higher order cannot be watched
     return watch.calls

@@ -292,12 +292,12 @@ def _with_masks(scores: Scores, masks: Masks) -> Scores:
 
 
 def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
-    found = filled(node, statics, lambda fill: fill <= HIDDEN_BELOW)
+    if reading.is_capped or not reading.factor_after > 0:
+        raise NoMatch("its scores are changed after some were hidden")
+    found = filled(node, statics, lambda fill: fill * reading.factor_after <= HIDDEN_BELOW)
     if found is None or not is_tensor(found.above):
         raise NoMatch("hidden scores are filled with a value that still gets weight")
-    if not reading.is_untouched:
-        raise NoMatch("its scores are changed after some were hidden")
-    masks = read_masks(found.mask, statics, found.hides, found.fill)
+    masks = read_masks(found.mask, statics, found.hides, found.fill * reading.factor_after)
     return found.above, replace(reading, scores=_with_masks(reading.scores, masks))
 
 
@@ -383,7 +383,9 @@ def _einsum_scores(node: fx.Node) -> tuple[Operand, Operand]:
     found = _einsum(node)
     (left, right), operands = found.letters, found.operands
     *lead, query, key = list(found.output)
-    if found.summed is None or query not in left or key not in right:
+    if query not in left:
+        left, right, operands = right, left, operands[::-1]
+    if found.summed is None or query not in left or key not in right or key in left or query in right:
         raise NoMatch("the einsum of its scores does not end in query and key")
     return (
         _by_letters(operands[0], left, [*lead, query, found.summed]),
@@ -399,9 +401,14 @@ def _einsum(node: fx.Node) -> Einsum:
 
 
 def _by_letters(node: fx.Node, letters: str, wanted: list[str]) -> Operand:
-    if sorted(letters) != sorted(wanted):
+    """An operand in the order `wanted`; leading dimensions that it lacks are broadcast, where all before them are 1."""
+    found = [letter for letter in wanted if letter in letters]
+    missing = [place for place, letter in enumerate(wanted) if letter not in letters]
+    before = wanted[: missing[-1]] if missing else []
+    sizes_before = [shape_of(node)[letters.index(letter)] for letter in before if letter in letters]
+    if sorted(found) != sorted(letters) or found[-2:] != wanted[-2:] or any(size != 1 for size in sizes_before):
         raise NoMatch("an einsum broadcasts over heads")
-    return Operand(node, tuple(letters.index(letter) for letter in wanted))
+    return Operand(node, tuple(letters.index(letter) for letter in found))
 
 
 # From the softmax down

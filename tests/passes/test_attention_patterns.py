@@ -176,6 +176,57 @@ def test_floor_of_scores_below_all_of_them_is_exact():
     assert is_exact(Attention(attend))
 
 
+@pytest.mark.parametrize("fill", [-torch.inf, LOWEST, -1e9])
+def test_scores_that_are_scaled_after_some_were_hidden_are_exact(fill):
+    def attend(_model, query, key, value):
+        scores = (query @ key.mT).masked_fill(~causal(query), fill)
+        return (scores / WIDTH**0.5).softmax(-1) @ value
+
+    assert is_exact(Attention(attend))
+
+
+@pytest.mark.parametrize(("fill", "factor"), [(-2e4, 0.1), (-1e9, -1.0), (-1e9, 1e-9)])
+def test_factor_that_lifts_hidden_scores_is_refused(fill, factor):
+    def attend(_model, query, key, value):
+        scores = (query @ key.mT).masked_fill(~causal(query), fill)
+        return (scores * factor).softmax(-1) @ value
+
+    assert "hidden" in refusal(Attention(attend))
+
+
+# Einsums
+
+
+def of_weights(equation, query, scores, value):
+    weights = (scores / math.sqrt(WIDTH)).masked_fill(~causal(query), LOWEST).softmax(-1)
+    return torch.einsum(equation, weights, value)
+
+
+EINSUMS = {
+    "one key and value for all heads": lambda query, key, value: of_weights(
+        "bhij,bjd->bhid", query, torch.einsum("bhid,bjd->bhij", query, key[:, 0]), value[:, 0]
+    ),
+    "dots": lambda query, key, value: of_weights(
+        "...ij,...jd->...id", query, torch.einsum("...id,...jd->...ij", query, key), value
+    ),
+    "dots of one key": lambda query, key, value: of_weights(
+        "...ij,...jd->...id", query, torch.einsum("...id,...jd->...ij", query, key[0, :1]), value[0, :1]
+    ),
+    "keys first": lambda query, key, value: of_weights(
+        "bhij,bhjd->bhid", query, torch.einsum("bhjd,bhid->bhij", key, query), value
+    ),
+    "tokens before heads": lambda query, key, value: of_weights(
+        "bhij,bjhd->bhid", query, torch.einsum("bihd,bjhd->bhij", query.transpose(1, 2), key.transpose(1, 2)),
+        value.transpose(1, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum_is_exact(name):
+    assert is_exact(Attention(lambda _model, *heads: EINSUMS[name](*heads)))
+
+
 # Leading dimensions that differ
 
 

@@ -16,7 +16,19 @@ from torch import fx
 from tree_compile.passes.fills import filled, number_of
 from tree_compile.passes.masks import Mask, Masks, NoMatch, read_masks
 from tree_compile.passes.nodes import Einsum, arguments, einsum_of_two, shown_name
-from tree_compile.passes.operators import DIVISIONS, FILLS, MATMULS, MULTIPLICATIONS, RANKS, SAME_NUMBERS, VIEWS, WHERES
+from tree_compile.passes.operators import (
+    DIVISIONS,
+    FILLS,
+    FULL,
+    MATMULS,
+    MULTIPLICATIONS,
+    ONES,
+    RANKS,
+    SAME_NUMBERS,
+    VIEWS,
+    WHERES,
+    ZEROS,
+)
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.roles import factor_of
 from tree_compile.passes.shapes import (
@@ -187,7 +199,8 @@ def _read_scores(softmax: fx.Node, statics: StaticValues) -> tuple[Scores, Opera
 def _require_one_use(scores: Any, below: fx.Node) -> None:
     """Scores are gone once the attention is rewritten, so nothing else may read them, apart from their maximum."""
     for user in scores.users if isinstance(scores, fx.Node) else ():
-        if user is not below and not _is_maximum(user) and is_tensor(user):
+        reads_shape = user.target in (*ONES, *ZEROS, *FULL) or not is_tensor(user)
+        if user is not below and not _is_maximum(user) and not reads_shape:
             raise NoMatch(f"its scores are used by {shown_name(user)} as well, and not for the weights alone")
 
 

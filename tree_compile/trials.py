@@ -48,12 +48,13 @@ def same_at(plain: PlainModel, graph: Callable[..., Any], tokens: int) -> bool |
         numbers = _numbers_of_one(*(_calls(compute, _plainest(plain, tokens)) for compute in (plain, _flat(graph))))
         inputs = trials(plain, getattr(graph, "graph", None), tokens, numbers)
         parameters = smallest_parameters(trained_parameters(plain.model)) if _is_cheap(plain, tokens) else {}
+        dtypes = _dtypes(getattr(graph, "graph", None))
         for place, values in enumerate(inputs):
             expected = _computed(plain, values, parameters)
             found = _computed(_flat(graph), values, parameters)
             if place == 0 and (expected is None or (found is None and tokens == 1)):
                 return None
-            if expected is not None and not _is_close(found, expected):
+            if expected is not None and not _is_close(found, expected, dtypes):
                 return False
     return True
 
@@ -82,8 +83,14 @@ def _computed(
     return [part.detach() for part in parts[0]], list(gradients.values())
 
 
-def _is_close(found: _Computed | None, expected: _Computed) -> bool:
-    allowed = tolerance(tensor.dtype for tensor in expected[0])
+def _dtypes(graph: fx.Graph | None) -> set[torch.dtype]:
+    """What a graph computes in, which may be coarser than what it returns."""
+    values = [node.meta.get("val") for node in graph.nodes] if graph is not None else []
+    return {value.dtype for value in values if isinstance(value, Tensor)}
+
+
+def _is_close(found: _Computed | None, expected: _Computed, dtypes: set[torch.dtype]) -> bool:
+    allowed = tolerance(dtypes | {tensor.dtype for tensor in expected[0]})
     return (
         found is not None
         and relative_difference([found[0]], [expected[0]]) <= allowed

@@ -401,6 +401,10 @@ def positions_by_cumulative_sum(model, x, ids):
     return x + model.rows[torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1]
 
 
+def positions_by_ones_like_the_tokens(model, x, ids):
+    return x + model.rows[torch.ones_like(ids).cumsum(-1) - 1]
+
+
 POSITION_TABLES = [
     slice_of_a_parameter,
     part_of_a_parameter,
@@ -412,7 +416,7 @@ POSITION_TABLES = [
 ]
 
 
-@pytest.mark.parametrize("step", [*POSITION_TABLES, positions_by_cumulative_sum])
+@pytest.mark.parametrize("step", [*POSITION_TABLES, positions_by_cumulative_sum, positions_by_ones_like_the_tokens])
 def test_positions_are_exact(step):
     assert tree_model(Tiny(step)).check().ok
 
@@ -450,7 +454,7 @@ def test_rows_from_the_length_on_are_refused():
 
 
 def positions_by_counting_tokens(model, x, ids):
-    return x + model.rows[torch.ones_like(ids).cumsum(1) - 1]
+    return x + model.rows[(ids >= 0).cumsum(1) - 1]
 
 
 def test_positions_counted_from_tokens_are_refused():

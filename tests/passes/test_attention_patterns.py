@@ -194,6 +194,35 @@ def test_factor_that_lifts_hidden_scores_is_refused(fill, factor):
     assert "hidden" in refusal(Attention(attend))
 
 
+# Masks in the shape of another tensor
+
+
+def square(query):
+    return query.shape[-2], query.shape[-2]
+
+
+OF_A_TENSOR = {
+    "full_like": lambda query, scores: torch.where(causal(query), scores, torch.full_like(scores, -1e9)),
+    "new_ones": lambda query, scores: scores.masked_fill(query.new_ones(square(query)).tril() == 0, -torch.inf),
+    "new_full": lambda query, scores: scores + query.new_full(square(query), -torch.inf).triu(1),
+    "ones_like": lambda query, scores: scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -1e9),
+    "zeros_like": lambda query, scores: scores + torch.zeros_like(scores[0, 0]).masked_fill(~causal(query), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_TENSOR)
+def test_mask_in_the_shape_of_a_tensor_is_exact(name):
+    assert is_exact(Attention(lambda _model, q, k, v: OF_A_TENSOR[name](q, scores_of(q, k)).softmax(-1) @ v))
+
+
+def test_mask_in_the_shape_of_a_tensor_that_shows_later_tokens_is_refused():
+    def attend(_model, query, key, value):
+        hidden = query.new_ones(square(query)).triu(2).bool()
+        return scores_of(query, key).masked_fill(hidden, LOWEST).softmax(-1) @ value
+
+    assert "what comes after it" in refusal(Attention(attend), BidirectionalAttentionError)
+
+
 # Einsums
 
 

@@ -47,7 +47,7 @@ from tree_compile.passes.pair_tables import (
     sum_of_masks,
 )
 from tree_compile.passes.plan_inputs import RowTables, plan_input
-from tree_compile.passes.shapes import call, in_dtype, in_one_dtype, inherited, shape_of, token_symbol
+from tree_compile.passes.shapes import call, in_dtype, in_one_dtype, inherited, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 from tree_compile.runtime.attention import tree_attention
@@ -124,6 +124,7 @@ class RewriteAttention:
     # What is visible
 
     def _form(self, match: AttentionMatch, read: Callable[[Scores], PairForm]) -> PairForm:
+        _require_tokens(match)
         if not match.scores.masks:
             if match.scores.causal:
                 return PairForm(Visibility())
@@ -257,6 +258,25 @@ class RewriteAttention:
         heads = math.prod(int(size) for size in shape_of(bias.node)[:-1])
         flat = call(graph, aten.reshape.default, (gathered, [heads, -1]), {})
         return flat if bias.factor == 1.0 else call(graph, aten.mul.Tensor, (flat, bias.factor), {})
+
+
+def _require_tokens(match: AttentionMatch) -> None:
+    """Refuses attention between something else than the tokens of a sequence.
+
+    Raises:
+        TokenMixingError: its queries or its keys are something else.
+    """
+    symbol = token_symbol(match.output.graph)
+    found = {name: operand.shape[-2] for name, operand in (("queries", match.query), ("keys", match.key))}
+    for name, size in found.items():
+        if size_expression(size) != symbol:
+            raise TokenMixingError(
+                f"The {name} of this attention are not the tokens of a sequence.",
+                where=source_line(match.output),
+                why=f"there are {size} of them; tree attention is between tokens and their ancestors.",
+                hint="for attention inside of a token, or to a learned memory, write "
+                "(query @ key.mT).softmax(-1) @ value.",
+            )
 
 
 def _biases_fit(match: AttentionMatch) -> bool:

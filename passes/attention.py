@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,20 +32,23 @@ from tree_compile.passes.choices import Choices
 from tree_compile.passes.finding import Finding
 from tree_compile.passes.gathered import insert_sparse_attention, is_softmax_over_chosen, match_gathered
 from tree_compile.passes.indexer import topk_of
+from tree_compile.passes.lengths import MOST_DRIFT
 from tree_compile.passes.masks import ChangesWithLength, NoMatch
 from tree_compile.passes.operators import SDPA
 from tree_compile.passes.pair_tables import (
+    HIDDEN_BELOW,
     NotCausal,
     PairForm,
     SeesNothing,
     Visibility,
     as_visibility,
+    greatest_hidden,
     pair_form,
     split_mask,
     sum_of_masks,
 )
 from tree_compile.passes.plan_inputs import RowTables, plan_input
-from tree_compile.passes.shapes import call, in_dtype, in_one_dtype, inherited, shape_of, token_symbol
+from tree_compile.passes.shapes import call, in_dtype, in_one_dtype, inherited, shape_of, size_expression, token_symbol
 from tree_compile.passes.source import module_path, source_line
 from tree_compile.passes.static_values import Drifting, Pair, StaticValues, Table
 from tree_compile.runtime.attention import tree_attention
@@ -121,6 +124,7 @@ class RewriteAttention:
     # What is visible
 
     def _form(self, match: AttentionMatch, read: Callable[[Scores], PairForm]) -> PairForm:
+        _require_tokens(match)
         if not match.scores.masks:
             if match.scores.causal:
                 return PairForm(Visibility())
@@ -139,7 +143,7 @@ class RewriteAttention:
         except NoMatch as error:
             raise _unknown_form(match.output, str(error)) from None
         if not _biases_fit(match):
-            raise _unknown_form(match.output, "a bias has some of the leading dimensions of its scores only")
+            raise _unknown_form(match.output, "a bias or a sink has some of the leading dimensions of its scores only")
         if form.slopes is not None and match.scores.sinks is not None:
             return PairForm(None)
         return form
@@ -169,17 +173,21 @@ class RewriteAttention:
         """Whether the hidden scores stay far below all others, whatever biases are added to both."""
         *_, table = self._combined(scores)
         visible, bias = split_mask(table)
-        fill = max(scores.floor, *(mask.fill for mask in scores.masks))
-        biases = [self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases]
-        if bias is not None:
-            fill = max(fill, float(torch.where(visible, -math.inf, table).max()))
-            biases.append(float(bias.abs().max()))
-        return sum(biases) <= -fill / 4
+        tables = [self._samples(mask.node)[-1] for mask in scores.masks]
+        shown = [as_visibility(table, mask.hides) for table, mask in zip(tables, scores.masks, strict=True)]
+        hidden = greatest_hidden(shown, [mask.fill for mask in scores.masks], visible)
+        if math.isnan(hidden):
+            return False
+        of_keys = sum(self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases)
+        of_pairs = float(bias.abs().max()) if bias is not None else 0.0
+        hidden = max(hidden, scores.floor)
+        is_far_below = hidden + of_pairs + 2 * of_keys <= HIDDEN_BELOW / 2
+        return is_far_below and of_pairs + of_keys <= -hidden / 3
 
     def _greatest(self, node: fx.Node) -> float:
         kind = self.statics.kinds[node]
         assert isinstance(kind, (Table, Drifting))
-        return kind.greatest
+        return kind.greatest * (MOST_DRIFT if isinstance(kind, Drifting) else 1)
 
     def _factors_are_one(self, scores: Scores) -> bool:
         """Whether every factor is 1 where something is visible, and raises nothing that is hidden, at each probed T."""
@@ -252,11 +260,32 @@ class RewriteAttention:
         return flat if bias.factor == 1.0 else call(graph, aten.mul.Tensor, (flat, bias.factor), {})
 
 
+def _require_tokens(match: AttentionMatch) -> None:
+    """Refuses attention between something else than the tokens of a sequence.
+
+    Raises:
+        TokenMixingError: its queries or its keys are something else.
+    """
+    symbol = token_symbol(match.output.graph)
+    found = {name: operand.shape[-2] for name, operand in (("queries", match.query), ("keys", match.key))}
+    for name, size in found.items():
+        if size_expression(size) != symbol:
+            raise TokenMixingError(
+                f"The {name} of this attention are not the tokens of a sequence.",
+                where=source_line(match.output),
+                why=f"there are {size} of them; tree attention is between tokens and their ancestors.",
+                hint="for attention inside of a token, or to a learned memory, write "
+                "(query @ key.mT).softmax(-1) @ value.",
+            )
+
+
 def _biases_fit(match: AttentionMatch) -> bool:
-    """Whether every mask and bias is the same for all heads, or has one table for each."""
+    """Whether every mask and bias is the same for all heads, or has one table for each; and sinks one for each."""
     heads = math.prod(_lead_of_output(match))
     nodes = [mask.node for mask in match.scores.masks] + [bias.node for bias in match.scores.key_biases]
-    return all(math.prod(shape_of(node)[:-2]) in (1, heads) for node in nodes)
+    sinks = match.scores.sinks
+    is_for_each = sinks is None or shape_of(sinks) == (heads,)
+    return is_for_each and all(math.prod(shape_of(node)[:-2]) in (1, heads) for node in nodes)
 
 
 def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
@@ -267,27 +296,47 @@ def _lead_of_output(match: AttentionMatch) -> tuple[Any, ...]:
 
 def _operands(graph: fx.Graph, match: AttentionMatch, lead: tuple[Any, ...]) -> list[fx.Node]:
     """Query, key and value as `[1, heads, tokens, width]`; keys and values may have fewer heads, each for a group."""
-    query, key = match.query.shape[:-2], match.key.shape[:-2]
-    of_scores = lead if match.output.target is SDPA else torch.broadcast_shapes(query, key)
-    grouped = key[-1:] == match.value.shape[-3:-2]
+    query, key, meta = match.query.shape[:-2], match.key.shape[:-2], match.output.meta
+    if match.output.target is SDPA:
+        leads = [lead]
+    elif math.prod(of_scores := torch.broadcast_shapes(query, key)) == math.prod(lead):
+        leads = [of_scores]
+    else:
+        leads = [of_scores, _lead_of_weights(match), lead]
+    grouped = key == match.value.shape[:-2] and leads == [lead]
     return [
-        _in_heads(graph, match.query, of_scores, match.output.meta, grouped=False),
-        _in_heads(graph, match.key, of_scores, match.output.meta, grouped=grouped),
-        _in_heads(graph, match.value, lead, match.output.meta, grouped=grouped),
+        _in_heads(graph, match.query, leads, meta, grouped=False),
+        _in_heads(graph, match.key, leads, meta, grouped=grouped),
+        _in_heads(graph, match.value, [lead], meta, grouped=grouped),
     ]
 
 
+def _lead_of_weights(match: AttentionMatch) -> tuple[Any, ...]:
+    """Sizes before query and key in the weights, each head of which is for several of the values."""
+    weights: Any = match.output.args[0]
+    return shape_of(weights)[:-2]
+
+
 def _in_heads(
-    graph: fx.Graph, operand: Operand, lead: tuple[Any, ...], meta: dict[str, Any], *, grouped: bool
+    graph: fx.Graph, operand: Operand, leads: Sequence[tuple[Any, ...]], meta: dict[str, Any], *, grouped: bool
 ) -> fx.Node:
-    node, shape = operand.node, operand.shape
+    """An operand in the first of `leads`, reshaped to the second, and expanded to the last."""
+    node, shape, lead = operand.node, operand.shape, leads[0]
     if operand.order != tuple(range(len(shape))):
         node = call(graph, aten.permute.default, (node, list(operand.order)), meta)
-    if len(lead) == 2 and lead[0] == shape[0] == 1 and len(shape) == 4 and (grouped or shape[1] == lead[1]):
+    is_whole = len(lead) == 2 and lead[0] == shape[0] == 1 and len(shape) == 4 and len(leads) == 1
+    if is_whole and (grouped or shape[1] == lead[1]):
         return node
+    if len(shape) > 2 and shape[-3] not in (1, lead[-1]):
+        node = call(graph, aten.repeat_interleave.self_int, (node, lead[-1] // shape[-3], -3), meta)
     if shape[:-2] != lead:
         node = call(graph, aten.expand.default, (node, [*lead, -1, -1]), meta)
-    heads = math.prod(int(size) for size in lead)
+    for between in leads[1:]:
+        is_reshaped = between is leads[1]
+        target = aten.reshape.default if is_reshaped else aten.expand.default
+        tokens: list[Any] = [-1, shape[-1]] if is_reshaped else [-1, -1]
+        node = call(graph, target, (node, [*between, *tokens]), meta)
+    heads = math.prod(int(size) for size in leads[-1])
     return call(graph, aten.reshape.default, (node, [1, heads, -1, shape[-1]]), meta)
 
 

@@ -16,7 +16,19 @@ from torch import fx
 from tree_compile.passes.fills import filled, number_of
 from tree_compile.passes.masks import Mask, Masks, NoMatch, read_masks
 from tree_compile.passes.nodes import Einsum, arguments, einsum_of_two, shown_name
-from tree_compile.passes.operators import DIVISIONS, FILLS, MATMULS, MULTIPLICATIONS, RANKS, SAME_NUMBERS, VIEWS, WHERES
+from tree_compile.passes.operators import (
+    DIVISIONS,
+    FILLS,
+    FULL,
+    MATMULS,
+    MULTIPLICATIONS,
+    ONES,
+    RANKS,
+    SAME_NUMBERS,
+    VIEWS,
+    WHERES,
+    ZEROS,
+)
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.roles import factor_of
 from tree_compile.passes.shapes import (
@@ -187,7 +199,8 @@ def _read_scores(softmax: fx.Node, statics: StaticValues) -> tuple[Scores, Opera
 def _require_one_use(scores: Any, below: fx.Node) -> None:
     """Scores are gone once the attention is rewritten, so nothing else may read them, apart from their maximum."""
     for user in scores.users if isinstance(scores, fx.Node) else ():
-        if user is not below and not _is_maximum(user) and is_tensor(user):
+        reads_shape = user.target in (*ONES, *ZEROS, *FULL) or not is_tensor(user)
+        if user is not below and not _is_maximum(user) and not reads_shape:
             raise NoMatch(f"its scores are used by {shown_name(user)} as well, and not for the weights alone")
 
 
@@ -292,12 +305,12 @@ def _with_masks(scores: Scores, masks: Masks) -> Scores:
 
 
 def _read_fill(node: fx.Node, reading: _Reading, statics: StaticValues) -> tuple[fx.Node, _Reading]:
-    found = filled(node, statics, lambda fill: fill <= HIDDEN_BELOW)
+    if reading.is_capped or not reading.factor_after > 0:
+        raise NoMatch("its scores are changed after some were hidden")
+    found = filled(node, statics, lambda fill: fill * reading.factor_after <= HIDDEN_BELOW)
     if found is None or not is_tensor(found.above):
         raise NoMatch("hidden scores are filled with a value that still gets weight")
-    if not reading.is_untouched:
-        raise NoMatch("its scores are changed after some were hidden")
-    masks = read_masks(found.mask, statics, found.hides, found.fill)
+    masks = read_masks(found.mask, statics, found.hides, found.fill * reading.factor_after)
     return found.above, replace(reading, scores=_with_masks(reading.scores, masks))
 
 
@@ -383,7 +396,9 @@ def _einsum_scores(node: fx.Node) -> tuple[Operand, Operand]:
     found = _einsum(node)
     (left, right), operands = found.letters, found.operands
     *lead, query, key = list(found.output)
-    if found.summed is None or query not in left or key not in right:
+    if query not in left:
+        left, right, operands = right, left, operands[::-1]
+    if found.summed is None or query not in left or key not in right or key in left or query in right:
         raise NoMatch("the einsum of its scores does not end in query and key")
     return (
         _by_letters(operands[0], left, [*lead, query, found.summed]),
@@ -399,9 +414,14 @@ def _einsum(node: fx.Node) -> Einsum:
 
 
 def _by_letters(node: fx.Node, letters: str, wanted: list[str]) -> Operand:
-    if sorted(letters) != sorted(wanted):
+    """An operand in the order `wanted`; leading dimensions that it lacks are broadcast, where all before them are 1."""
+    found = [letter for letter in wanted if letter in letters]
+    missing = [place for place, letter in enumerate(wanted) if letter not in letters]
+    before = wanted[: missing[-1]] if missing else []
+    sizes_before = [shape_of(node)[letters.index(letter)] for letter in before if letter in letters]
+    if sorted(found) != sorted(letters) or found[-2:] != wanted[-2:] or any(size != 1 for size in sizes_before):
         raise NoMatch("an einsum broadcasts over heads")
-    return Operand(node, tuple(letters.index(letter) for letter in wanted))
+    return Operand(node, tuple(letters.index(letter) for letter in found))
 
 
 # From the softmax down
@@ -435,6 +455,8 @@ def _drops_sink(node: fx.Node) -> bool:
 
 def _read_value(output: fx.Node, weights: fx.Node) -> tuple[Operand, tuple[int, ...]]:
     if output.target in MATMULS and output.args[0] is weights:
+        if len(shape_of(output.args[1])) < 2:  # type: ignore[arg-type]
+            raise NoMatch("its values are one number for every token, not one vector")
         return _plain(output.args[1]), _identity(output)  # type: ignore[arg-type]
     if output.target is aten.einsum.default:
         return _einsum_value(output, weights)

@@ -15,6 +15,7 @@ from tree_compile.passes.mixers import insert_mixer
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.padding import keeps_first, pads, transposed, without_zeros
 from tree_compile.passes.shapes import call, in_dtype, is_tensor, shape_of, size_expression, token_symbol
+from tree_compile.passes.static_values import StaticValues
 from tree_compile.runtime.causal_convolution import causal_convolution, token_shift
 
 aten = torch.ops.aten
@@ -31,15 +32,19 @@ class RewriteConvolutions:
 
     A convolution is causal where K - 1 zeros stand before the first token: `F.conv1d(F.pad(x, (K - 1, 0)), …)`, or
     `F.conv1d(x, …, padding=K - 1)[..., :T]`. Shifts are `F.pad(x, (0, 0, 1, -1))`, and the same with a slice before or
-    after it. `torch.cat` may put the zeros there as well. The token-axis proof refuses others.
+    after it. `torch.cat` may put the zeros there as well. The token-axis proof refuses others. Static values are
+    left as they are.
     """
 
+    statics: StaticValues
     name: str = field(default="convolutions", init=False)
 
     def __call__(self, graph_module: fx.GraphModule) -> tuple[Finding, ...]:
         graph, symbol = graph_module.graph, token_symbol(graph_module.graph)
         findings = []
         for node in list(graph.nodes):
+            if node in self.statics.nodes:
+                continue
             if node.target in (aten.conv1d.default, aten.conv1d.padding):
                 findings += _replace_convolution(graph, node, symbol)
             elif (values := _shifted(node, symbol)) is not None:

@@ -42,6 +42,8 @@ _PLAIN = _names(
 )
 """Operators of masks that compare positions, moved by constants, with each other."""
 _TAKE_PLACES = _names("le lt ge gt eq ne add sub floor_divide index cumsum diff")
+MOST_DRIFT = 2
+"""A value that moves with T is nowhere greater than at the greatest T by more than this factor."""
 _WRAP_LATER = (torch.int16, torch.uint16)
 """Numbers of fewer bits wrap, or are rounded, before the greatest T at which a mask is evaluated."""
 _PICK_ROWS = _names("index embedding index_select gather")
@@ -208,10 +210,20 @@ def changed_at_some_length(
     for tokens in range(2, greatest + 1):
         for node, value in (evaluate_if_possible(graph_module, nodes, set(longest), tokens) or {}).items():
             dims = [dim for dim, factor in enumerate(_factors(node, symbol)) if factor == 1]
-            moves = node in drifting
-            if not (same_steps(value, longest[node], dims[0]) if moves else is_prefix(value, longest[node], dims)):
+            same = (
+                _only_moved(value, longest[node], dims[0])
+                if node in drifting
+                else is_prefix(value, longest[node], dims)
+            )
+            if not same:
                 changed.add(node)
     return changed
+
+
+def _only_moved(smaller: Tensor, larger: Tensor, dim: int) -> bool:
+    """Whether a value is that at a greater T, moved as a whole, and not so far that it would matter beside a mask."""
+    is_near = bool(smaller.abs().max() <= MOST_DRIFT * larger.abs().max())
+    return is_near and same_steps(smaller, larger, dim)
 
 
 def is_prefix(smaller: Tensor, larger: Tensor, dims: Sequence[int]) -> bool:

@@ -85,12 +85,20 @@ def _rows_indexed(user: fx.Node, index: fx.Node) -> int | None:
 
 def vocabulary_size(graph: fx.Graph) -> int | None:
     """Rows of the embedding that the first input indexes; None where there is none."""
-    ids = next(node for node in graph.nodes if node.op == "placeholder")
-    stack = [ids]
+    return rows_of_inputs(graph)[0]
+
+
+def rows_of_inputs(graph: fx.Graph) -> list[int | None]:
+    """For every input, the rows of the embedding that it indexes; None where there is none."""
+    return [_rows_of(node) for node in graph.nodes if node.op == "placeholder"]
+
+
+def _rows_of(node: fx.Node) -> int | None:
+    stack = [node]
     while stack:
         for user in stack.pop().users:
             if user.target is aten.embedding.default:
-                return int(shape_of(user.args[0])[0])
+                return int(shape_of(user.args[0])[0])  # type: ignore[arg-type]
             if user.target in (*SAME_NUMBERS, *VIEWS) and keeps_numbers(user):
                 stack.append(user)
     return None

@@ -18,7 +18,7 @@ from tree_compile.passes.nodes import arguments
 from tree_compile.passes.operators import BOTH, EITHER, FILLS, NOT, SAME_ROWS, SCATTERS, WHERES
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.passes.shapes import is_boolean, is_tensor, keeps_numbers, shape_of, sizes
-from tree_compile.passes.static_values import Fill, Kind, LengthDependent, Pair, StaticValues
+from tree_compile.passes.static_values import Fill, Fixed, Kind, LengthDependent, Pair, StaticValues
 
 aten = torch.ops.aten
 
@@ -254,4 +254,6 @@ class _TokenMasks(MaskReader[Masks]):
 def _why_not_static(kind: Kind | None) -> str:
     if kind is None:
         return "its mask or bias depends on the tokens or on parameters, not on positions alone"
-    return f"its mask is not a table over (query, key), but a {type(kind).__name__.lower()}"
+    if isinstance(kind, (Fixed, Fill)):
+        return "its mask is the same for all tokens"
+    return "its mask has other dimensions than one of T queries and one of T keys"

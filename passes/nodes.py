@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -53,9 +54,22 @@ class Einsum(NamedTuple):
 
 
 def einsum_letters(node: fx.Node) -> tuple[list[str], str] | None:
-    """The letters of an einsum's operands and of its result; None where the equation leaves some of them open."""
+    """The letters of an einsum's operands and of its result, also of dimensions that are `...`.
+
+    None where the equation names no result.
+    """
     inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
-    return None if not output or "." in inputs else (inputs.split(","), output)
+    if not output:
+        return None
+    parts, operands = inputs.split(","), list(node.args[1])  # type: ignore[arg-type]
+    ranks = [
+        operand.meta["val"].dim() - len(part.replace("...", "")) for part, operand in zip(parts, operands, strict=True)
+    ]
+    free = [letter for letter in string.ascii_letters if letter not in inputs]
+    most = max((rank for rank, part in zip(ranks, parts, strict=True) if "..." in part), default=0)
+    others = "".join(free[:most])
+    named = [part.replace("...", others[most - rank :]) for part, rank in zip(parts, ranks, strict=True)]
+    return named, output.replace("...", others)
 
 
 def einsum_of_two(node: fx.Node) -> Einsum | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,6 +107,28 @@ def sum_of_masks(tables: Sequence[Tensor]) -> Tensor:
         hidden = torch.full((), -float("inf"))
         total = total + (torch.where(table, 0.0, hidden) if table.dtype == torch.bool else table)
     return total
+
+
+def greatest_hidden(tables: Sequence[Tensor], fills: Sequence[float], visible: Tensor) -> float:
+    """No score that masks hide is greater than this and the model's own score; NaN where that cannot be said.
+
+    A mask of truths puts its fill in the place of a score, and biases may come before or after it.
+
+    Args:
+        tables: what hides or biases, boolean (True is visible) or floating.
+        fills: the score that each boolean table gives to what it hides.
+        visible: what is visible of all of them at once.
+    """
+    if all(table.dtype == torch.bool for table in tables):
+        return max(fills)
+    filled, total, risen = torch.full((), -math.inf), torch.zeros(()), torch.zeros(())
+    is_filled = torch.zeros((), dtype=torch.bool)
+    for table, fill in zip(tables, fills, strict=True):
+        if table.dtype == torch.bool:
+            filled, is_filled = torch.where(table, filled, filled.clamp_min(fill)), is_filled | ~table
+        else:
+            total, risen = total + table, risen + table.clamp_min(0)
+    return float(torch.where(visible, -math.inf, torch.where(is_filled, filled + risen, total)).max())
 
 
 def split_mask(table: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -164,7 +164,8 @@ class _Search:
         """The kinds of nodes that are evaluated at T up to `greatest`."""
         most = min(greatest, self.longest or greatest)
         found, tokens = probe(self.graph_module, self.nodes, group, most, self.reach)
-        if group and tokens != self.longest and not self._is_settled(group, tokens, greatest):
+        values = (samples[tokens] for samples in found.values() if tokens in samples)
+        if group and tokens != self.longest and not self._is_settled(group, values, tokens, greatest):
             self.proved.append(tokens)
         kinds: dict[fx.Node, Kind] = {}
         for node in group:
@@ -172,9 +173,11 @@ class _Search:
             kinds[node] = _classify(node, list(found[node].values()), self.symbol)
         return kinds | self._changing(kinds, found, tokens)
 
-    def _is_settled(self, group: set[fx.Node], tokens: int, greatest: int) -> bool:
-        """Whether pair tables that were evaluated at the greatest T say the same at every T."""
-        return tokens == greatest == GREATEST_PAIR and say_the_same(self.graph_module, ancestors(group), tokens)
+    def _is_settled(self, group: set[fx.Node], values: Iterable[Tensor], tokens: int, greatest: int) -> bool:
+        """Whether pair tables that have these `values` at the greatest T say the same at every T."""
+        if tokens != GREATEST_PAIR or greatest != GREATEST_PAIR:
+            return False
+        return not any(map(_still_grows, values)) and say_the_same(self.graph_module, ancestors(group), tokens)
 
     def _changing(
         self, kinds: Mapping[fx.Node, Kind], found: Mapping[fx.Node, Mapping[int, Tensor]], tokens: int
@@ -259,6 +262,17 @@ def _reshapes_a_table(node: fx.Node, symbol: Any) -> bool:
         return False
     is_unsqueezed = node.target is torch.ops.aten.unsqueeze.default
     return is_unsqueezed or arguments(node)["dim"] % len(before) != before.index(Extent(1))
+
+
+def _still_grows(table: Tensor) -> bool:
+    """Whether a table has numbers in its second half that are beyond all in its first, so that it may go on so."""
+    if table.dtype == torch.bool:
+        return False
+    first = table[
+        tuple(slice(size // 2) if dim >= table.dim() - 2 else slice(None) for dim, size in enumerate(table.shape))
+    ]
+    finite, before = (numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for numbers in (table, first))
+    return bool((finite.amax() > before.amax()) | (finite.amin() < before.amin()))
 
 
 # Meaning

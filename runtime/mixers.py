@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import linecache
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tree_compile.errors import SourceLine, TokenMixingError
 
 __all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_rank", "require_shape"]
 
@@ -79,10 +86,22 @@ def mixer(
         _check_names(op, tokens, like)
         if over not in ("", "ancestors", "chunks") or (over == "chunks" and state is None):
             raise ValueError(f"over is {over!r}; it must be 'chunks', where there is a state, 'ancestors' or ''")
+        if isinstance(op, types.FunctionType) and op.__module__.startswith(f"{__package__}."):
+            _OWN[op.__name__] = _copy_of(op)
         MIXERS[op.__name__] = Mixer(op, dict(tokens), like, state, keys, over)
         return op
 
     return declare
+
+
+_OWN: dict[str, Callable[..., Any]] = {}
+"""The ops of this package as they are: while a model is captured, a call of one becomes a node."""
+
+
+def _copy_of(op: types.FunctionType) -> Callable[..., Any]:
+    copy = types.FunctionType(op.__code__, op.__globals__, op.__name__, op.__defaults__, op.__closure__)
+    copy.__kwdefaults__ = op.__kwdefaults__
+    return copy
 
 
 def _replaces(op: Callable[..., Any], known: Callable[..., Any]) -> bool:
@@ -140,8 +159,53 @@ def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
         if not isinstance(value, bool | int | float | str | None):
             what = f"{name} of {op.__name__} is a {type(value).__name__}"
             raise TypeError(f"{what}; it must be a plain number, or a tensor that `tokens` names")
+    if _ON_MISFIT and (why := _misfit(op.__name__, tensors, arguments)) is not None:
+        raise _ON_MISFIT[-1](op, why)
     node: Tensor = torch.ops.tree_compile.mixer(op.__name__, tensors, json.dumps(arguments))
     return node
+
+
+_ON_MISFIT: list[Callable[[Callable[..., Any], str], Exception]] = []
+
+
+@contextlib.contextmanager
+def checked_calls(on_misfit: Callable[[Callable[..., Any], str], Exception]) -> Iterator[None]:
+    """`one_node` raises what `on_misfit` makes of an op of this package and of what it says against its arguments."""
+    _ON_MISFIT.append(on_misfit)
+    try:
+        yield
+    finally:
+        _ON_MISFIT.pop()
+
+
+def _misfit(name: str, tensors: Sequence[Tensor | None], options: Mapping[str, Any]) -> str | None:
+    """What an op of this package has against the shapes of its arguments; other ops may do more than look at them."""
+    op = _OWN.get(name)
+    if op is None:
+        return None
+    sizes = {str(size) for tensor in tensors if tensor is not None for size in tensor.shape}
+    tokens = next(size for size in _TOKENS if str(size) not in sizes)
+    with _disable_current_modes():
+        given = {key: _shown(tensor, tokens) for key, tensor in zip(MIXERS[name].tokens, tensors, strict=True)}
+        try:
+            op(**given, **options)
+        except ValueError as error:
+            return re.sub(rf"\b{tokens}\b", "T", str(error))
+        except (RuntimeError, NotImplementedError):
+            return None  # of no concern here: tensors without values cannot do everything
+    return None
+
+
+_TOKENS = (61, 59, 53, 47, 43, 41, 37, 31)
+
+
+def _shown(tensor: Tensor | None, tokens: int) -> Tensor | None:
+    """A tensor of the same shape and dtype that has no values."""
+    if tensor is None:
+        return None
+    sizes: list[Any] = list(tensor.shape)
+    shape = [tokens if isinstance(size, torch.SymInt) else size for size in sizes]
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
 def call_of(name: str, tensors: list[Any], options: str) -> tuple[Mixer, dict[str, Any]]:
@@ -159,7 +223,21 @@ def _unpacked(name: str, tensors: list[Any], options: str) -> Tensor:
     found, arguments = call_of(name, tensors, options)
     result = found.op(**arguments)
     first: Tensor = result if found.state is None else result[0]
+    memory = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+    if first.untyped_storage()._cdata in memory:
+        raise _shares_memory(found.op)
     return first.contiguous()
+
+
+def _shares_memory(op: Callable[..., Any]) -> TokenMixingError:
+    code = inspect.unwrap(op).__code__
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return TokenMixingError(
+        f"The op {op.__name__} returns an argument, or a view of one.",
+        where=SourceLine(code.co_filename, code.co_firstlineno, line),
+        why="a graph takes what it returns for a tensor of its own, and a model may write into that.",
+        hint="return a copy, such as values.clone().",
+    )
 
 
 @torch.library.register_fake("tree_compile::mixer")  # type: ignore[untyped-decorator]

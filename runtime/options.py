@@ -75,13 +75,14 @@ def check_options(
     Raises:
         ValueError: names the option that has no meaning.
     """
+    pad_rows = _truth("pad_rows", pad_rows)
     if row_tokens is not None:
         row_tokens = check_count("row_tokens", row_tokens, 1)
     elif pad_rows:
         raise ValueError("row_tokens is None; it must be the length to pad to where pad_rows is True")
     min_shared_tokens = check_count("min_shared_tokens", min_shared_tokens, 1)
     check_choice("objective", objective, OBJECTIVES)
-    return Options(row_tokens, min_shared_tokens, objective, bool(pad_rows), _budget(plan_seconds, plan_attempts))
+    return Options(row_tokens, min_shared_tokens, objective, pad_rows, _budget(plan_seconds, plan_attempts))
 
 
 def check_count(name: str, value: Any, least: int) -> int:
@@ -112,9 +113,17 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 def _budget(seconds: Any, attempts: Any) -> Budget:
     try:
-        is_right = seconds >= 0
-    except TypeError:
+        number = float(seconds)
+        is_right = number >= 0
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         is_right = False
-    if not is_right:
+    if isinstance(seconds, str) or not is_right:
         raise ValueError(f"plan_seconds is {seconds!r}; it must be a number of 0 or more")
-    return Budget(float(seconds), None if attempts is None else check_count("plan_attempts", attempts, 0))
+    return Budget(number, None if attempts is None else check_count("plan_attempts", attempts, 0))
+
+
+def _truth(name: str, value: Any) -> bool:
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} is {value!r}; it must be True or False") from None

@@ -250,8 +250,9 @@ def _without_mask(array: NDArray[Any], label: str, why: str) -> NDArray[Any]:
 
 
 def _tensor_as_array(value: Any, label: str, items: str, why: str) -> NDArray[Any]:
-    if value.is_meta or str(value.layout) != "torch.strided":
+    if value.is_meta or value.is_quantized or str(value.layout) != "torch.strided":
         kind = "on the meta device" if value.is_meta else f"of the layout {value.layout}"
+        kind = "of quantized numbers" if value.is_quantized else kind
         what = f"{label} is a tensor {kind}, not a list of {items}."
         raise TokenTypeError(what, why=why, hint="pass a dense tensor with values.")
     # NumPy has no bfloat16.

@@ -127,6 +127,14 @@ REFUSED = {
         lambda q, k, v, g, b: delta_rule(q, k, v, b, initial_state=STATE)[0],
         "with `initial_state`",
     ),
+    "one beta for every channel": (
+        lambda q, k, v, g, b: delta_rule(q, k, v, b[..., None].expand_as(v), g)[0],
+        "beta is (1, T, 2, 4); it must be (1, T, 2)",
+    ),
+    "a decay for one channel": (
+        lambda q, k, v, g, b: linear_attention(q, k, v, g[..., None])[0],
+        "decay is (1, T, 2, 1); it must be",
+    ),
     "heads as a batch": (
         lambda q, k, v, g, b: delta_rule(*(x.transpose(0, 2) for x in (q, k, v, b, g)))[0].transpose(0, 2),
         "one batch before its tokens",
@@ -166,6 +174,33 @@ def test_function_that_is_registered_is_computed_by_its_replacement():
     assert report.greatest_output_difference < 1e-5
     with pytest.raises(TypeError, match="it must be a Python function"):
         register_mixer(torch.add, replacement)
+
+
+def test_argument_that_the_replacement_does_not_take_is_refused():
+    def theirs(x, flag=True):
+        return x
+
+    register_mixer(theirs, lambda x: one_node(linear_attention, query=x, key=x, value=x))
+    with pytest.raises(TokenMixingError, match="called with `flag`, which its replacement does not take") as raised:
+        check(lambda q, k, v, g, b: theirs(v, flag=False))
+    assert raised.value.where.file == __file__
+
+
+@pytest.mark.parametrize("view", [lambda values: values, lambda values: values[..., :]])
+def test_op_that_returns_its_argument_is_refused(view):
+    def op(values, tree=None):
+        return view(values)
+
+    def mix(q, k, v, g, b):
+        own = v * 1
+        mixed = op(own)
+        mixed.mul_(2)
+        return mixed + own
+
+    mixer({"values": 1}, "values")(op)
+    with pytest.raises(TokenMixingError, match="The op op returns an argument") as raised:
+        check(mix)
+    assert raised.value.where.file == __file__
 
 
 def test_defaults_of_a_registered_function_are_those_of_its_replacement():

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from tree_compile.comparison import relative_difference, tensors_of, tolerance
+from tree_compile.comparison import tensors_of
 from tree_compile.errors import (
     CaptureError,
     ControlFlowError,
@@ -36,7 +36,7 @@ from tree_compile.errors import (
     UnsupportedOutputError,
 )
 from tree_compile.foreign import capturable
-from tree_compile.guards import ShortLengths, length_limit
+from tree_compile.guards import ShortLengths, branches_on_one_token, length_limit
 from tree_compile.known_mixers import kept_whole
 from tree_compile.passes.limits import LengthLimit
 from tree_compile.passes.source import (
@@ -49,9 +49,9 @@ from tree_compile.passes.source import (
 )
 from tree_compile.patches import replaced
 from tree_compile.questions import answered_as_outside
-from tree_compile.rehearsal import untouched
 from tree_compile.signature import wrong_call
 from tree_compile.swallowed import nothing_swallowed
+from tree_compile.trials import same_at
 from tree_compile.unpacked import PlainModel, own_random_numbers
 from tree_compile.watch import watching
 
@@ -153,26 +153,14 @@ def capture(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
     with _quiet():
         exported = program.module(check_guards=False)
     _require_computed(exported, plain.model)
-    same_at = partial(_same_at, plain, exported)
-    limit, short, control_flow = length_limit(program._guards_code, program.graph, example[0].shape[1], same_at)
+    tokens = example[0].shape[1]
+    same = partial(same_at, plain, exported)
+    limit, short, control_flow = length_limit(program._guards_code, program.graph, tokens, same)
+    # Where they differ at other lengths too, it is no branch: the self-check tells what it is.
+    if short is None and same(1) is False and same(tokens):
+        control_flow = control_flow or branches_on_one_token(line_of_forward(plain.model))
     graph_module = _under_own_names(exported, plain.input_names)
     return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)
-
-
-def _same_at(plain: PlainModel, exported: fx.GraphModule, tokens: int) -> bool:
-    """Whether graph and model compute the same for sequences of `tokens` tokens, with the same random numbers."""
-    ids = torch.arange(tokens, device=plain.device)[None] % 2
-    values = tuple(ids.clone() for _ in plain.input_names)
-    results = []
-    for compute in (plain, lambda inputs: exported(*inputs)):
-        # The graph still writes what the model writes.
-        with torch.no_grad(), untouched(plain.model):
-            try:
-                results.append(tensors_of(compute(values)))
-            except Exception:
-                return False
-    allowed = tolerance(tensor.dtype for tensor in results[0])
-    return relative_difference(results[1:], results[:1]) <= allowed
 
 
 def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

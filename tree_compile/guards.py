@@ -85,7 +85,7 @@ class _Range:
     is_range: bool = True
 
 
-def _range(guard: str, example: int, same_at: Callable[[int], bool]) -> _Range:
+def _range(guard: str, example: int, same_at: Callable[[int], bool | None]) -> _Range:
     """For which T `guard` holds, among them `example`."""
     holds = partial(_holds, compile(guard, "<guard>", "eval"))
     lengths = _probe_lengths(guard)
@@ -106,7 +106,7 @@ def _range(guard: str, example: int, same_at: Callable[[int], bool]) -> _Range:
 
 
 def length_limit(
-    guards: Iterable[str], graph: fx.Graph, example: int, same_at: Callable[[int], bool]
+    guards: Iterable[str], graph: fx.Graph, example: int, same_at: Callable[[int], bool | None]
 ) -> tuple[LengthLimit | None, ShortLengths | None, ControlFlowError | None]:
     """Reads the guards of an exported program.
 
@@ -137,6 +137,11 @@ def length_limit(
         elif found.limit is not None and (limit is None or found.limit < limit.tokens):
             limit = LengthLimit(found.limit, _guard_line(guard, graph), has_floor_division="//" in guard)
     return limit, short, error
+
+
+def branches_on_one_token(where: SourceLine | None) -> ControlFlowError:
+    """torch.export takes two tokens or more for granted, and notes no condition for it."""
+    return _control_flow("T > 1", where)
 
 
 def _control_flow(condition: str, where: SourceLine | None) -> ControlFlowError:

@@ -23,7 +23,7 @@ from tree_compile.passes.source import line_of_stack
 from tree_compile.patches import recoded, replaced
 from tree_compile.runtime import causal_convolution as conv
 from tree_compile.runtime import linear_recurrence as linear
-from tree_compile.runtime.mixers import MIXERS, Mixer, one_node
+from tree_compile.runtime.mixers import MIXERS, Mixer, checked_calls, one_node
 from tree_compile.runtime.selective_scan import selective_scan
 
 __all__ = ["kept_whole", "register_mixer"]
@@ -57,6 +57,7 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     One capture at a time: two threads that exchange a function's code would not know whose turn it is to put it back.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(checked_calls(_unfit))
         for function, replacement in _functions().items():
             stack.enter_context(recoded(function, _by_own_names(function, replacement)))
         for kind in {type(module) for module in model.modules()}:
@@ -85,12 +86,25 @@ def _by_own_names(function: types.FunctionType, replacement: Replacement) -> Rep
     defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
     defaults = {name: value for name, value in defaults.items() if name in asked}
 
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in asked.values())
+
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
         others = given.pop(rest, {})
+        for name in () if takes_all else (given | others).keys() - asked.keys():
+            raise _not_taken(function.__name__, name)
         return replacement(**(defaults | given), **others)
 
     return call
+
+
+def _not_taken(function: str, name: str) -> TokenMixingError:
+    return TokenMixingError(
+        f"{function} is called with `{name}`, which its replacement does not take.",
+        where=line_of_stack(),
+        why="register_mixer passes a replacement what the function is called with, by the function's own names.",
+        hint=f"give the replacement an argument {name}, or leave it out of the call.",
+    )
 
 
 def _declared(mixer: Mixer) -> Replacement:
@@ -110,6 +124,16 @@ def _refused(what: str, hint: str) -> TokenMixingError:
         where=line_of_stack(),
         why="no op that takes its place over a tree has this form.",
         hint=hint,
+    )
+
+
+def _unfit(op: Callable[..., Any], why: str) -> TokenMixingError:
+    return TokenMixingError(
+        f"A layer that carries a state from token to token has arguments that {op.__name__} does not take.",
+        where=line_of_stack(),
+        why=f"{why}.",
+        hint=f"give them the shapes that {op.__module__}.{op.__name__} names, or compute the layer in another way "
+        "(docs/recurrence.md: register_mixer).",
     )
 
 

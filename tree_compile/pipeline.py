@@ -24,6 +24,7 @@ from tree_compile.passes.draws import draws
 from tree_compile.passes.functional import Functionalize
 from tree_compile.passes.grad_modes import InlineGradModes
 from tree_compile.passes.limits import LengthLimit, position_limit, vocabulary_size
+from tree_compile.passes.made_by_shape import MakeByShape
 from tree_compile.passes.mixers import RewriteMixers
 from tree_compile.passes.plan_inputs import (
     RowTables,
@@ -186,7 +187,7 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     """
     graph_module, trail = captured.graph_module, Trail()
     trail.note("captured", graph_module)
-    _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize()), trail)
+    _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize(), MakeByShape()), trail)
     longest = captured.limit.tokens if captured.limit is not None else None
     statics = find_static_values(graph_module, longest, reach)
     limits, vocabulary = _limits(captured, statics), vocabulary_size(graph_module.graph)
@@ -227,7 +228,7 @@ def _passes_for_rows(statics: StaticValues, tables: RowTables) -> tuple[Pass, ..
         RewriteWindowAttention(statics, tables),
         RewriteAttention(statics, tables),
         RewriteMixers(),
-        RewriteConvolutions(),
+        RewriteConvolutions(statics),
         RewritePositions(statics, tables),
         RewriteWindowSizes(),
         ProveTokenAxis(),

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tree_compile.comparison import gap, relative_difference, tensors_of, tolerance
-from tree_compile.errors import LostGradientError, RefusedModelError, SourceLine, StatefulModelError
+from tree_compile.errors import (
+    LostGradientError,
+    RefusedModelError,
+    SourceLine,
+    StatefulModelError,
+    UnsupportedOutputError,
+)
 from tree_compile.passes.source import (
     is_own,
     line_of_code,
@@ -109,6 +115,8 @@ def _findings(call: _Call) -> RefusedModelError | None:
         outputs = tensors_of(call())
     if found:
         return _hook_on_a_node(found[0])
+    if any(output.layout != torch.strided or output.is_quantized for output in outputs):
+        return _unlike_arrays(line_of_forward(call.model))
     return _lost_gradient(call, outputs) or _memory(call, outputs)
 
 
@@ -368,6 +376,15 @@ def _line_of_change(call: _Call, name: str) -> SourceLine | None:
     with replaced(nn.Module, "__setattr__", note):
         call()
     return found[0] if found else None
+
+
+def _unlike_arrays(where: SourceLine | None) -> UnsupportedOutputError:
+    return UnsupportedOutputError(
+        "The model returns a sparse, nested or quantized tensor.",
+        where=where,
+        why="it cannot be split into one part for every sequence.",
+        hint="return plain tensors; out[i].to_sparse() makes one of them sparse after the call.",
+    )
 
 
 def _draws(where: SourceLine | None) -> StatefulModelError:

@@ -18,11 +18,12 @@ from tree_compile.comparison import (
     trained_parameters,
     weights_of,
 )
-from tree_compile.errors import RefusedModelError
+from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.ties import ties_of
+from tree_compile.trials import numbers_at_one, trials
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 if TYPE_CHECKING:
@@ -32,58 +33,72 @@ if TYPE_CHECKING:
 def same_when_short(plain: PlainModel, rewritten: Rewritten) -> bool:
     """Whether rewritten graph and model compute the same for sequences of every length below `rewritten.short.least`.
 
-    Outputs are compared at every length, gradients at those where a condition on the length changes.
+    Outputs are compared at every length; those where a condition on the length changes are also tried on more tokens,
+    and with gradients. What the model itself does not take is passed over.
     """
     short = rewritten.short
     assert short is not None
-    tokens = np.random.default_rng(0).integers(0, rewritten.vocabulary or 2, short.least - 1)
     turns = {length for turn in (1, 2, short.least, *short.turns) for length in (turn - 1, turn)}
-    allowed = tolerance(rewritten.dtypes)
     with torch.inference_mode(False), own_autocast_cache(), plain_checkpoints(plain.model):
-        sides = _Sides(plain, rewritten, tokens)
+        sides = _Sides(plain, rewritten)
         try:
-            return sides.outputs_differ() <= allowed and all(
-                sides.gradients_differ(length) <= GRADIENT_ROUNDING * allowed
-                for length in sorted(turns)
-                if 0 < length < short.least
+            return sides.same_at_all_lengths(short.least - 1) and all(
+                sides.same_with_gradients(length) for length in sorted(turns) if 0 < length < short.least
             )
         except RefusedModelError:
             return False
 
 
 class _Sides:
-    """A row that holds every prefix of some tokens, and the model on each prefix alone."""
+    """A row that holds some tokens, and the model on those alone."""
 
-    def __init__(self, plain: PlainModel, rewritten: Rewritten, tokens: np.ndarray) -> None:
-        self._plain, self._rewritten, self._tokens = plain, rewritten, tokens
+    def __init__(self, plain: PlainModel, rewritten: Rewritten) -> None:
+        self._plain, self._rewritten = plain, rewritten
+        self._allowed = tolerance(rewritten.dtypes)
 
-    def outputs_differ(self) -> float:
-        lengths = range(1, len(self._tokens) + 1)
+    def same_at_all_lengths(self, longest: int) -> bool:
+        """Whether the outputs are the same for every prefix of some random tokens."""
+        lengths = range(1, longest + 1)
+        tokens = np.random.default_rng(0).integers(0, self._rewritten.vocabulary or 2, longest)
+        values = self._beside_zeros(torch.from_numpy(tokens)[None])
         with torch.no_grad():
-            row = self._in_row(len(self._tokens))
-            alone = [self._alone(length) for length in lengths]
-        return relative_difference([[part[:length] for part in row] for length in lengths], alone)
+            row = self._in_row(values)
+            alone = [self._alone(tuple(value[:, :length] for value in values)) for length in lengths]
+        found = [[part[:length] for part in row] for length in lengths]
+        return relative_difference(found, alone) <= self._allowed
 
-    def gradients_differ(self, length: int) -> float:
+    def same_with_gradients(self, length: int) -> bool:
+        """Whether outputs and gradients are the same for several sequences of one length."""
+        rewritten = self._rewritten
+        longer = max(rewritten.example_tokens, length + 1)
+        numbers = numbers_at_one(self._plain, length, longer)
+        return all(map(self._same, trials(self._plain, rewritten.graph_module.graph, length, numbers)))
+
+    def _beside_zeros(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        others = len(self._plain.input_names) - 1
+        return (tokens.to(self._plain.device), *(torch.zeros_like(tokens, device=self._plain.device),) * others)
+
+    def _same(self, values: tuple[Tensor, ...]) -> bool:
         parameters = smallest_parameters(trained_parameters(self._plain.model))
         with torch.enable_grad():
-            sides = [[side(length)] for side in (self._in_row, self._alone)]
-            found, expected = (gradients_of(parts, weights_of(parts), parameters) for parts in sides)
-        return relative_difference([list(found.values())], [list(expected.values())])
+            try:
+                alone = self._alone(values)
+            except CaptureError:
+                return True
+            parts = [[self._in_row(values)], [alone]]
+            found, expected = (list(gradients_of(own, weights_of(own), parameters).values()) for own in parts)
+        return relative_difference(*parts) <= self._allowed and self._gradients_are_close(found, expected)
 
-    def _inputs(self, length: int) -> dict[str, list[list[int]]]:
-        """The tokens, and zeros for every other input."""
-        own = self._tokens[:length].tolist()
-        return {name: [own if place == 0 else [0] * length] for place, name in enumerate(self._plain.input_names)}
+    def _gradients_are_close(self, found: list[Tensor], expected: list[Tensor]) -> bool:
+        return relative_difference([found], [expected]) <= GRADIENT_ROUNDING * self._allowed
 
-    def _in_row(self, length: int) -> list[Tensor]:
-        (row,) = plan_rows(self._inputs(length), min_shared_tokens=1).rows
-        rewritten = self._rewritten
+    def _in_row(self, values: tuple[Tensor, ...]) -> list[Tensor]:
+        inputs = {name: value.tolist() for name, value in zip(self._plain.input_names, values, strict=True)}
+        (row,) = plan_rows(inputs, min_shared_tokens=1).rows
+        rewritten, length = self._rewritten, values[0].shape[1]
         results = rewritten.graph_module(*rewritten.inputs(row, self._plain.device))
         return [part[:length] for part in rewritten.without_batch(results)]
 
-    def _alone(self, length: int) -> list[Tensor]:
-        device = self._plain.device
-        values = tuple(torch.tensor(sequences, device=device) for sequences in self._inputs(length).values())
-        with ties_of(self._rewritten, length), of_the_model_alone():
+    def _alone(self, values: tuple[Tensor, ...]) -> list[Tensor]:
+        with ties_of(self._rewritten, values[0].shape[1]), of_the_model_alone():
             return self._rewritten.without_batch(tensors_of(self._plain(values)))

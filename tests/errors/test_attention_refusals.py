@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.errors.refusal import HEADS, Tiny, causal, merged, named, require_refusal
+from tests.errors.refusal import HEADS, Tiny, causal, merged, named, require_refusal, tree_model
 from tree_compile.errors import (
     BidirectionalAttentionError,
     ControlFlowError,
@@ -66,11 +66,6 @@ def added_mask_that_hides_a_little(model, x, ids):
     return merged((scores + mask).softmax(-1) @ value)
 
 
-def heads_beside_heads(model, x, ids):
-    query, key, value = (heads.transpose(1, 2) for heads in model.heads(x))
-    return F.scaled_dot_product_attention(query, key, value).flatten(-2)
-
-
 NOT_CAUSAL = [
     (no_mask, "F.scaled_dot_product_attention", "no mask"),
     (no_mask_by_hand, "scores.softmax(-1) @ value", "no mask"),
@@ -78,13 +73,49 @@ NOT_CAUSAL = [
     (prefix_seen_by_all, "softmax(-1) @ value", "what comes after it"),
     (next_token_seen, "F.scaled_dot_product_attention", "what comes after it"),
     (added_mask_that_hides_a_little, "softmax(-1) @ value", "what comes after it"),
-    (heads_beside_heads, "F.scaled_dot_product_attention", "no mask"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("step", "code", "why"), named(NOT_CAUSAL))
 def test_attention_to_later_tokens_is_refused(step, code, why):
     require_refusal(Tiny(step), BidirectionalAttentionError, code, why, __file__)
+
+
+# Not between tokens
+
+
+def heads_beside_heads(model, x, ids):
+    query, key, value = (heads.transpose(1, 2) for heads in model.heads(x))
+    return F.scaled_dot_product_attention(query, key, value).flatten(-2)
+
+
+def learned_memory(model, x, ids):
+    query = model.heads(x)[0]
+    memory = model.rows.unflatten(-1, (HEADS, -1)).transpose(0, 1)[None]
+    return merged(F.scaled_dot_product_attention(query, memory, memory))
+
+
+@pytest.mark.parametrize(
+    ("step", "why"), named([(heads_beside_heads, f"are {HEADS} of"), (learned_memory, "are 64 of")])
+)
+def test_attention_to_something_else_than_tokens_is_refused(step, why):
+    require_refusal(Tiny(step), TokenMixingError, "F.scaled_dot_product_attention", why, __file__)
+
+
+def memory_by_hand(model, x, ids):
+    query = model.heads(x)[0]
+    memory = model.rows.unflatten(-1, (HEADS, -1)).transpose(0, 1)[None]
+    return merged((query @ memory.mT).softmax(-1) @ memory)
+
+
+def heads_by_hand(model, x, ids):
+    query, key, value = (heads.transpose(1, 2) for heads in model.heads(x))
+    return ((query @ key.mT).softmax(-1) @ value).flatten(-2)
+
+
+@pytest.mark.parametrize("step", [memory_by_hand, heads_by_hand])
+def test_attention_to_something_else_than_tokens_is_exact_by_hand(step):
+    assert tree_model(Tiny(step)).check().ok
 
 
 # Changes with the number of tokens
@@ -336,7 +367,7 @@ UNREADABLE = [
     (reversed_keys, "key.flip(2)", "reverses the order along the tokens"),
     (shifted_queries, "torch.arange(x.shape[1]) - 1", "computes with numbers of rows"),
     (sorted_keys, "return merged(F.scaled_dot", "keys of its attention"),
-    (memory_before_the_keys, "F.scaled_dot_product_attention", "not a table over (query, key)"),
+    (memory_before_the_keys, "F.scaled_dot_product_attention", "other dimensions than one of T queries"),
 ]  # fmt: skip
 
 

@@ -8,16 +8,15 @@ import torch.nn.functional as F
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from tests.errors.refusal import POSITIONS, Tiny, causal, merged, named, require_refusal, tree_model
-from tree_compile.capture import _same_at
 from tree_compile.errors import (
     CaptureError,
     ControlFlowError,
     LengthDependentError,
     LostGradientError,
-    SelfCheckError,
     SequenceTooLongError,
     TokenMixingError,
 )
+from tree_compile.trials import same_at
 from tree_compile.unpacked import PlainModel
 
 # Python code that needs one length, or the tokens
@@ -172,13 +171,82 @@ def test_control_flow_on_values_prints_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def branch_for_one_token(model, x, ids):
-    return x * 2 if ids.shape[1] == 1 else x
+# A branch at some lengths that shows on certain tokens, or in gradients alone
 
 
-def test_branch_for_one_token_is_found_by_the_self_check():
-    with pytest.raises(SelfCheckError):
-        tree_model(Tiny(branch_for_one_token), self_check=True).explain()
+def detached(x, ids):
+    return x.detach() + x * 0
+
+
+def doubled_at_a_token(x, ids):
+    return torch.where((ids == 19)[..., None], x * 2, x)
+
+
+def doubled_at_first_tokens(x, ids):
+    return torch.where((ids < 2)[..., None], x * 2, x)
+
+
+LENGTHS = {
+    "one": lambda tokens: tokens == 1,
+    "one alone": lambda tokens: tokens == 16,
+    "few": lambda tokens: tokens < 10,
+}
+
+
+def require_refusal_at(name, branch):
+    model = Tiny(lambda model, x, ids: branch(x, ids) if LENGTHS[name](x.shape[1]) else x)
+    model.embed = torch.nn.Embedding(5000, model.embed.embedding_dim)
+    with pytest.raises(ControlFlowError, match="number of tokens T: it assumed"):
+        tree_model(model).explain()
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("branch", [detached, doubled_at_a_token, doubled_at_first_tokens])
+def test_branch_at_some_lengths_is_refused_whatever_it_shows_on(name, branch):
+    require_refusal_at(name, branch)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_branch_of_a_layer_that_is_zero_at_first_is_refused(name):
+    extra = torch.nn.Linear(8, 8).double()
+    torch.nn.init.zeros_(extra.weight)
+    torch.nn.init.zeros_(extra.bias)
+    model = Tiny(lambda model, x, ids: x + model.extra(x) if LENGTHS[name](x.shape[1]) else x)
+    model.extra = extra
+    with pytest.raises(ControlFlowError, match="number of tokens T: it assumed"):
+        tree_model(model).explain()
+
+
+class WithPayload(Tiny):
+    def forward(self, ids, kinds):
+        x = self.embed(ids)
+        branch = torch.where((kinds == 3)[..., None], x * 2, x)
+        return self.head(branch if ids.shape[1] < 10 else x)
+
+
+def test_branch_that_shows_on_certain_payloads_is_refused():
+    with pytest.raises(ControlFlowError, match="it assumed T >= 10"):
+        tree_model(WithPayload(None))({"ids": [[1] * 12, [1, 2]], "kinds": [[0] * 12, [0, 0]]})
+
+
+def same_by_another_way(x, ids):
+    return x * 2 / 2
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_branch_that_computes_the_same_is_exact(name):
+    model = Tiny(lambda model, x, ids: same_by_another_way(x, ids) if LENGTHS[name](x.shape[1]) else x)
+    assert tree_model(model).check().ok
+
+
+def takes_two_tokens(model, x, ids):
+    if ids.shape[1] < 2:
+        raise ValueError("too short")
+    return x * 2
+
+
+def test_model_that_takes_no_single_token_is_exact_on_others():
+    assert tree_model(Tiny(takes_two_tokens)).check([[1, 2, 3], [1, 2, 4, 5]]).ok
 
 
 def longer_than_a_limit(model, x, ids):
@@ -333,6 +401,10 @@ def positions_by_cumulative_sum(model, x, ids):
     return x + model.rows[torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1]
 
 
+def positions_by_ones_like_the_tokens(model, x, ids):
+    return x + model.rows[torch.ones_like(ids).cumsum(-1) - 1]
+
+
 POSITION_TABLES = [
     slice_of_a_parameter,
     part_of_a_parameter,
@@ -344,7 +416,7 @@ POSITION_TABLES = [
 ]
 
 
-@pytest.mark.parametrize("step", [*POSITION_TABLES, positions_by_cumulative_sum])
+@pytest.mark.parametrize("step", [*POSITION_TABLES, positions_by_cumulative_sum, positions_by_ones_like_the_tokens])
 def test_positions_are_exact(step):
     assert tree_model(Tiny(step)).check().ok
 
@@ -382,7 +454,7 @@ def test_rows_from_the_length_on_are_refused():
 
 
 def positions_by_counting_tokens(model, x, ids):
-    return x + model.rows[torch.ones_like(ids).cumsum(1) - 1]
+    return x + model.rows[(ids >= 0).cumsum(1) - 1]
 
 
 def test_positions_counted_from_tokens_are_refused():
@@ -513,4 +585,4 @@ def fails(ids):
 )
 def test_graph_that_is_another_at_one_length_is_told_from_the_model(graph, is_same):
     plain = PlainModel(TwoOutputs(), ("ids",), {})
-    assert _same_at(plain, graph, 5) is is_same
+    assert same_at(plain, graph, 5) is is_same

@@ -89,6 +89,16 @@ def test_length_as_an_output_is_refused():
     require_refusal(LengthAsATensor(), LengthDependentError, code, "cannot share a prefix", __file__)
 
 
+class Sparse(Base):
+    def forward(self, ids):
+        return self.logits(ids).to_sparse()
+
+
+def test_sparse_output_is_refused():
+    with pytest.raises(UnsupportedOutputError, match="a sparse, nested or quantized tensor"):
+        tree_model(Sparse()).explain()
+
+
 class State:
     """A cache of an own class, as transformers has."""
 

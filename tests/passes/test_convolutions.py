@@ -127,3 +127,12 @@ def test_form_is_computed_over_the_tree(step):
     assert report.greatest_gradient_difference < 1e-7  # some compute in float32
     if step is not of_one_token:
         assert "over the ancestors of every token" in str(model.explain())
+
+
+def test_shift_of_positions_is_exact():
+    def shifted_positions(model, x, ids):
+        position = torch.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+        return x * F.pad(position, (0, 0, 1, -1))
+
+    report = tree_model(Tiny(shifted_positions)).check(SEQUENCES)
+    assert max(report.greatest_output_difference, report.greatest_gradient_difference) < 1e-12

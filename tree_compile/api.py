@@ -256,7 +256,7 @@ def _longest(rows: Sequence[Row]) -> int:
 
 def _warm_up() -> None:
     """Loads the planner, which takes a second, or once on a machine compiles it, while the caller goes on."""
-    # torch.export replaces builtins that numba reads.
+    # torch.export replaces builtins that numba reads; and a process that is forked meanwhile would find modules locked.
     with CAPTURING:
         warm_up()
 

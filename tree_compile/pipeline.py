@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.foreign import without_gradients_of_embeddings
+from tree_compile.forks import free_in_forks
 from tree_compile.guards import ShortLengths
 from tree_compile.inputs import graph_inputs
 from tree_compile.passes.attention import RewriteAttention
@@ -45,6 +46,8 @@ from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 CAPTURING = threading.RLock()
+"""Held by what changes torch for a while, and by the thread that loads the planner."""
+free_in_forks(CAPTURING)
 _LONGEST_EXAMPLE = 4_096
 
 

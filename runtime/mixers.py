@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from tree_compile.runtime.counts import a_kind
+
 __all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_rank", "require_shape"]
 
 Arguments = ParamSpec("Arguments")
@@ -138,7 +140,7 @@ def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
     tensors = [arguments.pop(name, None) for name in MIXERS[op.__name__].tokens]
     for name, value in arguments.items():
         if not isinstance(value, bool | int | float | str | None):
-            what = f"{name} of {op.__name__} is a {type(value).__name__}"
+            what = f"{name} of {op.__name__} is {a_kind(value)}"
             raise TypeError(f"{what}; it must be a plain number, or a tensor that `tokens` names")
     node: Tensor = torch.ops.tree_compile.mixer(op.__name__, tensors, json.dumps(arguments))
     return node

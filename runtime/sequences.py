@@ -32,6 +32,7 @@ __all__ = [
     "TokenSequence",
     "as_array",
     "as_batch",
+    "as_it_lies",
     "check_fits",
     "input_names",
 ]
@@ -63,7 +64,8 @@ class Batch:
     Attributes:
         inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
             The first name is that of the tokens, the others are payloads. Arrays are not copied, and keep their
-            integer type. They have to stay as they are until the rows of a plan are made from them.
+            integer type. They have to stay as they are until the rows of a plan are made from them, though a tensor may
+            be moved by torch: `as_it_lies` has its array then.
     """
 
     inputs: dict[str, list[TokenArray]]
@@ -142,6 +144,19 @@ def as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray
         deeper = next((place for place, part in enumerate(value) if _is_list(part)), None)
         reason = str(error).rstrip(".") if deeper is None else f"there is a list at position {deeper}"
         raise TokenTypeError(f"{label} is not a flat list of {items}: {reason}.", why=why, hint=hint) from error
+
+
+def as_it_lies(array: TokenArray) -> TokenArray:
+    """An array of a `Batch` where its numbers are now.
+
+    torch moves a CPU tensor into other memory when it is sent to another process, as by the worker of a DataLoader,
+    and frees what an array was made on.
+    """
+    tensor: Any = array.base
+    if tensor is None or not _is_tensor(tensor) or tensor.data_ptr() == array.__array_interface__["data"][0]:
+        return array
+    moved: TokenArray = tensor.numpy()
+    return moved
 
 
 def check_fits(lengths: IntArray, row_tokens: int, first: int = 0) -> None:

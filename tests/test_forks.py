@@ -7,7 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from tree_compile import plan_rows
 from tree_compile.patches import _CHANGING
 from tree_compile.pipeline import CAPTURING
 
@@ -36,6 +39,25 @@ def test_worker_that_is_forked_right_after_treecompile_plans(wait):
         [sys.executable, "-c", FORKS, str(wait)], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.stdout == "1 row\n", done.stderr
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_rows_of_a_worker_have_the_tokens_of_their_sequences(start):
+    """A worker moves tensors into shared memory while it sends them, before or after the rows."""
+    sequences = [torch.tensor([*range(40), end]) for end in range(16)]
+    for collate in (_with_rows, _with_rows_first):
+        for batch in DataLoader(sequences, 4, num_workers=1, collate_fn=collate, multiprocessing_context=start):
+            tensors, (row,) = sorted(batch, key=lambda part: isinstance(part, tuple))
+            ends = [int(tensor[-1]) for tensor in tensors]
+            assert row.tokens.tolist() == [*range(40), *ends]
+
+
+def _with_rows(sequences):
+    return sequences, plan_rows(sequences, min_shared_tokens=1).rows
+
+
+def _with_rows_first(sequences):
+    return plan_rows(sequences, min_shared_tokens=1).rows, sequences
 
 
 @pytest.mark.parametrize("lock", [CAPTURING, _CHANGING], ids=["CAPTURING", "_CHANGING"])

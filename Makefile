@@ -8,16 +8,18 @@ PYTEST_ARGS ?= -n 2
 BENCHMARKS := $(filter-out benchmarks/zoo.py, $(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test install-test lint types bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
 
 demo: $(VENV)/.installed  ## train a small model on the bundled rollouts, packed and unpacked
 	$(BIN)/treecompile demo
 
 test: $(VENV)/.installed-test $(VENV)/.installed-kernels  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+install-test: $(VENV)/.installed-test $(VENV)/.installed-kernels  ## install with the test extras
 
 lint: $(VENV)/.installed-dev  ## check style
 	$(BIN)/ruff check .

@@ -59,7 +59,7 @@ class Choices:
         length = tensors[0].meta["val"].shape[1]
         node.meta = inherited(topk.meta)
         node.meta["val"] = tensors[0].meta["val"].new_empty((1, length, k), dtype=torch.int32)
-        became = f"tree_topk_index, {k} of every token's ancestors"
+        became = f"tree_topk_index, {k} of every token's ancestors, of equal scores the earliest"
         self.findings.append(Finding("indexer", became, source_line(topk), module_path(topk)))
         return node
 

@@ -234,7 +234,8 @@ def _findings(found: _Found, reader: WindowReader) -> list[Finding]:
     if found.chosen is not None:
         keep = how_many(found.chosen, reader.entries)
         entries = f"the {keep} best of {entries}"
-        findings.append(_finding("indexer", f"topk_entries, {keep} of the entries on every token's path", found.chosen))
+        became = f"topk_entries, {keep} of the entries on every token's path, of equal scores the earliest"
+        findings.append(_finding("indexer", became, found.chosen))
     became = f"window_attention over the {found.near} nearest tokens and {entries} on its path"
     return [*findings, _finding("attention", became, output)]
 

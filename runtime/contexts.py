@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tree_compile.errors import PayloadError, TokenTypeError
-from tree_compile.runtime.counts import count_of
+from tree_compile.runtime.counts import a_kind, count_of
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
@@ -55,7 +55,7 @@ def shared_at_most(batch: Batch, trainable: Any) -> IntArray:
 
 def _masks(trainable: Any) -> list[NDArray[np.bool_]]:
     if not isinstance(trainable, Iterable) or isinstance(trainable, str | bytes):
-        what = f"trainable is a {type(trainable).__name__}, not a list of one list per sequence."
+        what = f"trainable is {a_kind(trainable)}, not a list of one list per sequence."
         raise TokenTypeError(what, why=_WHY, hint=_HINT)
     return [mask_of(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tree_compile.runtime.counts import a_kind, count_of
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.samples import batch_of
@@ -74,10 +75,10 @@ def _spread(values: tuple[int, ...]) -> str:
 
 def estimate(
     pool: Sequences,
-    row_tokens: Sequence[int],
+    row_tokens: int | Sequence[int],
     *,
     groups: Sequence[Hashable] | None = None,
-    group_counts: Sequence[int] | None = None,
+    group_counts: int | Sequence[int] | None = None,
     samples: int = 8,
     seed: int = 0,
     min_shared_tokens: int = MIN_SHARED_TOKENS,
@@ -88,7 +89,7 @@ def estimate(
 
     Args:
         pool: sequences of the past, as `plan_rows` takes them.
-        row_tokens: the row lengths to try.
+        row_tokens: the row lengths to try, or a single one.
         groups: the group of each sequence, such as its prompt; None makes every sequence a group.
         group_counts: groups in a batch (sequences, where `groups` is left out), each drawn whole, no two alike;
             None takes the whole pool once.
@@ -126,6 +127,8 @@ def estimate(
 
 def _counts(name: str, values: Any) -> list[int]:
     """One or more whole numbers of at least 1."""
+    if isinstance(values, int | np.integer):
+        values = [values]
     if not isinstance(values, Iterable) or not (counts := list(values)):
         raise ValueError(f"{name} is {values!r}; it must be a list of one or more whole numbers")
     return [check_count(name, count, 1) for count in counts]
@@ -137,15 +140,16 @@ def _members(batch: Batch, groups: Sequence[Hashable] | None) -> list[list[int]]
     # Entries of a tensor are equal to themselves alone.
     names: Any = groups.tolist() if hasattr(groups, "tolist") else groups
     if not isinstance(names, Sequence) or isinstance(names, str):
-        raise ValueError(f"groups is a {type(groups).__name__}; it must be a list of one group for each sequence")
+        raise ValueError(f"groups is {a_kind(groups)}; it must be a list of one group for each sequence")
     if len(names) != len(batch):
-        raise ValueError(f"groups is of {len(names)} entries; it must be one for each of the {len(batch)} sequences")
+        entries = count_of(len(names), "entry", "entries")
+        raise ValueError(f"groups has {entries}; it must have one for each of the {len(batch)} sequences")
     found: dict[Hashable, list[int]] = {}
     for sequence, group in enumerate(names):
         try:
             found.setdefault(group, []).append(sequence)
         except TypeError:
-            raise ValueError(f"groups is of entries such as {group!r}; it must be of hashable ones") from None
+            raise ValueError(f"groups has entries such as {group!r}; they must be hashable") from None
     return list(found.values())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tree_compile.errors import SourceLine, TokenMixingError
+from tree_compile.runtime.counts import a_kind
 
 __all__ = ["MIXERS", "Mixer", "call_of", "computed_in", "mixer", "one_node", "require_rank", "require_shape"]
 
@@ -157,7 +158,7 @@ def one_node(op: Callable[..., Any], **arguments: Any) -> Tensor:
     tensors = [arguments.pop(name, None) for name in MIXERS[op.__name__].tokens]
     for name, value in arguments.items():
         if not isinstance(value, bool | int | float | str | None):
-            what = f"{name} of {op.__name__} is a {type(value).__name__}"
+            what = f"{name} of {op.__name__} is {a_kind(value)}"
             raise TypeError(f"{what}; it must be a plain number, or a tensor that `tokens` names")
     if _ON_MISFIT and (why := _misfit(op.__name__, tensors, arguments)) is not None:
         raise _ON_MISFIT[-1](op, why)

@@ -128,8 +128,12 @@ class Plan:
             PlanError: they are others.
         """
         batch, tree = batch_of(sequences), self.tree
+        if len(batch) != self.sequences:
+            given = "was" if len(batch) == 1 else "were"
+            what = f"{count_of(len(batch), 'sequence')} {given} given, and the plan is for {self.sequences:,}."
+            raise _other_sequences(what)
         if not np.array_equal(batch.lengths, tree.sequence_length):
-            raise _other_sequences(f"The plan is for {self.sequences} sequences of other lengths.")
+            raise _other_sequences(f"The plan is for {count_of(self.sequences, 'sequence')} of other lengths.")
         other = first_other_sequence(batch, tree.sequence_segment, tree.start, tree.parent, tree.source)
         if other >= 0:
             raise _other_sequences(f"Sequence {other} does not share the tokens that the plan shares.")

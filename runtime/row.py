@@ -14,7 +14,7 @@ from tree_compile.errors import PayloadError, PlanError
 from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END
 from tree_compile.runtime.samples import Counts, Sample, counts_of, per_token
-from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
+from tree_compile.runtime.sequences import Batch, IntArray, TokenArray, as_it_lies
 
 __all__ = ["Row"]
 
@@ -190,7 +190,7 @@ class Row:
 
     def _gather(self, values: list[TokenArray]) -> IntArray:
         parts = [
-            values[source][position : position + end - start]
+            as_it_lies(values[source])[position : position + end - start]
             for source, (start, end, _, _, position) in zip(self.source.tolist(), self.segments.tolist(), strict=True)
         ]
         return self._padded(np.concatenate(parts, dtype=np.int64), 0)

@@ -17,7 +17,7 @@ from tree_compile.errors import (
     TokenRangeError,
     TokenTypeError,
 )
-from tree_compile.runtime.counts import count_of
+from tree_compile.runtime.counts import a_kind, count_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tree_compile.runtime.samples import Sample, Samples
 
 __all__ = [
+    "PADDED_HINT",
     "TOKENS",
     "Batch",
     "IntArray",
@@ -33,6 +34,7 @@ __all__ = [
     "TokenSequence",
     "as_array",
     "as_batch",
+    "as_it_lies",
     "check_fits",
     "input_names",
 ]
@@ -47,10 +49,12 @@ TOKENS = "input_ids"
 _LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each."
 _TEXT_HINT = "turn texts into token ids with the model's tokenizer first: tokenizer(text)['input_ids']."
 _DICT_HINT = "pass one dict of lists: {'input_ids': [sequence, …], 'a_payload': [values, …]}."
-_PADDED_HINT = (
+_ONE_HINT = f"{_LIST_HINT[:-1]}: [ids] for a single one."
+PADDED_HINT = (
     "pass a list of sequences without padding: "
-    "[ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask)]; sequences of one length: list(input_ids)."
+    "[ids[mask == 1] for ids, mask in zip(input_ids, attention_mask)]; sequences of one length: list(input_ids)."
 )
+"""For tensors and arrays."""
 _EMPTY_WHY = "there is nothing to compute."
 _TYPE_WHY = "token ids and payloads are whole numbers, one list of them per sequence."
 
@@ -62,7 +66,8 @@ class Batch:
     Attributes:
         inputs: one list of integer arrays of shape [len_i] per input name; sequence i is element i of every list.
             The first name is that of the tokens, the others are payloads. Arrays are not copied, and keep their
-            integer type. They have to stay as they are until the rows of a plan are made from them.
+            integer type. They have to stay as they are until the rows of a plan are made from them, though a tensor may
+            be moved by torch: `as_it_lies` has its array then.
         samples: the samples that the sequences are of; None where they are sequences alone.
     """
 
@@ -137,13 +142,26 @@ def as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray
     if _is_tensor(value):
         return _tensor_as_array(value, label, items, why)
     if not _is_list(value):
-        raise TokenTypeError(f"{label} is a {type(value).__name__}, not a list of {items}.", why=why, hint=hint)
+        raise TokenTypeError(f"{label} is {a_kind(value)}, not a list of {items}.", why=why, hint=hint)
     try:
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         deeper = next((place for place, part in enumerate(value) if _is_list(part)), None)
         reason = str(error).rstrip(".") if deeper is None else f"there is a list at position {deeper}"
         raise TokenTypeError(f"{label} is not a flat list of {items}: {reason}.", why=why, hint=hint) from error
+
+
+def as_it_lies(array: TokenArray) -> TokenArray:
+    """An array of a `Batch` where its numbers are now.
+
+    torch moves a CPU tensor into other memory when it is sent to another process, as by the worker of a DataLoader,
+    and frees what an array was made on.
+    """
+    tensor: Any = array.base
+    if tensor is None or not _is_tensor(tensor) or tensor.data_ptr() == array.__array_interface__["data"][0]:
+        return array
+    moved: TokenArray = tensor.numpy()
+    return moved
 
 
 def check_fits(lengths: IntArray, row_tokens: int, first: int = 0) -> None:
@@ -174,7 +192,7 @@ def _tokens_first(inputs: Mapping[str, Any]) -> dict[str, Any]:
         raise TokenTypeError(
             "The inputs hold an attention_mask, as a padded batch does.",
             why="which tokens see each other follows from the sequences alone.",
-            hint=_PADDED_HINT,
+            hint=PADDED_HINT,
         )
     return {name: inputs[name] for name in input_names(inputs)}
 
@@ -184,7 +202,7 @@ def _sequence_list(values: Any, name: str, first: int) -> list[TokenArray]:
         what = f"{name} is one {values.ndim}-D {type(values).__name__}, not a list of sequences."
         raise TokenTypeError(what, why="sequences differ in length.", hint=_tensor_hint(values.ndim))
     if not _is_list(values):
-        what = f"{name} is a {type(values).__name__}, not a list of sequences."
+        what = f"{name} is {a_kind(values)}, not a list of sequences."
         raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT)
     if not values:
         raise EmptySequenceError(f"{name} has no sequences.", why=_EMPTY_WHY, hint=_LIST_HINT)
@@ -196,9 +214,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _tensor_hint(dimensions: int) -> str:
-    if dimensions == 1:
-        return f"{_LIST_HINT[:-1]}: [ids] for a single one."
-    return _PADDED_HINT
+    return _ONE_HINT if dimensions == 1 else PADDED_HINT
 
 
 def _as_integers(value: Any, label: str) -> TokenArray:
@@ -206,7 +222,8 @@ def _as_integers(value: Any, label: str) -> TokenArray:
         raise _not_integers(label, value.dtype)
     array = as_array(value, label, "integers", _TYPE_WHY, _hint_for(value))
     if array.ndim != 1:
-        raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=_LIST_HINT)
+        hint = _LIST_HINT if array.ndim else _ONE_HINT
+        raise TokenTypeError(f"{label} has {array.ndim} dimensions, not one.", why=_TYPE_WHY, hint=hint)
     if array.size == 0:
         raise EmptySequenceError(f"{label} is empty.", why=_EMPTY_WHY, hint="leave empty sequences out.")
     if array.dtype.kind in "Of" and all(map(_is_whole, entries := value if _is_list(value) else array)):
@@ -237,6 +254,8 @@ def _as_signed(array: NDArray[Any], label: str) -> IntArray:
 def _hint_for(value: Any) -> str:
     if isinstance(value, str):
         return _TEXT_HINT
+    if isinstance(value, int | np.integer):
+        return _ONE_HINT
     return _DICT_HINT if isinstance(value, Mapping) else _LIST_HINT
 
 

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tree_compile.runtime.sequences import Batch, IntArray, TokenArray
+from tree_compile.runtime.sequences import Batch, IntArray, TokenArray, as_it_lies
 
 __all__ = ["depth_first_order", "first_other_sequence"]
 
@@ -78,7 +78,7 @@ def _of_one_type(batch: Batch) -> list[TokenArray]:
 
     numba compiles anew for every type, so that all but the two that tokens mostly have are converted.
     """
-    arrays = [array for values in batch.inputs.values() for array in values]
+    arrays = [as_it_lies(array) for values in batch.inputs.values() for array in values]
     dtypes = {array.dtype.newbyteorder("=") for array in arrays}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
     if dtype not in _COMPILED_TYPES:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tree_compile import Plan, TreeModel, api, plan_rows, treecompile
@@ -331,5 +332,68 @@ def test_parameters_with_alike_names_are_kept_apart() -> None:
         def forward(self, input_ids: Tensor) -> Tensor:
             return self.head(self.embed(input_ids) * self.w.a + self.w__a)
 
-    model = Alike()
-    assert_exact(treecompile(model.double(), min_shared_tokens=2, backend="eager")(SEQUENCES), model)
+    model = Alike().double()
+    assert_exact(treecompile(model, min_shared_tokens=2, backend="eager")(SEQUENCES), model)
+
+
+@pytest.mark.parametrize("name", ["generate", "save_pretrained", "config", "device", "get_input_embeddings"])
+def test_attribute_of_the_model_is_refused_with_the_place_where_it_is(name: str) -> None:
+    tree_model = treecompile(tiny_model("llama"), backend="eager")
+    with pytest.raises(AttributeError, match=rf"tree_model\.unpacked\.{name}$"):
+        getattr(tree_model, name)
+    assert getattr(tree_model.unpacked, name) is not None
+
+
+def test_attribute_that_nothing_has_is_refused_as_of_every_module(tree_model: TreeModel) -> None:
+    with pytest.raises(AttributeError, match=r"object has no attribute 'nothing'$"):
+        _ = tree_model.nothing
+
+
+def test_mode_is_that_of_the_model_however_it_is_set(tree_model: TreeModel) -> None:
+    for set_mode in (tree_model.unpacked.train, tree_model.train, nn.ModuleList([tree_model]).train):
+        for mode in (False, True):
+            set_mode(mode)
+            assert (tree_model.training, tree_model.unpacked.training) == (mode, mode)
+
+
+@pytest.mark.parametrize("wrong", ["logits", (slice(None), -1), None, 1.0])
+def test_output_by_something_else_than_a_number_is_refused_with_what_it_holds(
+    tree_model: TreeModel, wrong: Any
+) -> None:
+    out = tree_model(SEQUENCES)
+    for values in (out, out.logits, out.logprobs):
+        with pytest.raises(TypeError, match=r"one value for every sequence, by its number.* out\.logits\[i\]"):
+            values[wrong]
+
+
+@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1)])
+def test_output_is_found_by_numbers_of_any_kind(tree_model: TreeModel, number: Any) -> None:
+    out = tree_model(SEQUENCES)
+    assert torch.equal(out[number], out[1])
+    assert torch.equal(out.logits[number], out[1])
+
+
+def test_values_of_all_sequences_say_that_they_are_no_tensor(tree_model: TreeModel) -> None:
+    logits = tree_model(SEQUENCES).logits
+    for name in ("shape", "argmax", "backward"):
+        with pytest.raises(AttributeError, match=rf"one value for every sequence, .* out\.logits\[i\]\.{name}"):
+            getattr(logits, name)
+    for call in (lambda: F.cross_entropy(logits, torch.tensor([1])), lambda: torch.softmax(logits, -1)):
+        with pytest.raises(TypeError, match=r"one value for every sequence: call \w+ for one .*out\.logits\[i\]"):
+            call()
+
+
+def test_outputs_count_what_they_hold(tree_model: TreeModel) -> None:
+    assert repr(tree_model(SEQUENCES[:1])) == "TreeOutput(1 sequence, 1 tensor each)"
+    assert repr(tree_model(SEQUENCES[:2])) == "TreeOutput(2 sequences, 1 tensor each)"
+
+
+def test_explain_says_where_rows_have_no_states(tree_model: TreeModel) -> None:
+    assert "no layer carries a state" not in str(tree_model.explain())
+    assert str(tree_model.explain(SEQUENCES)).endswith("no layer carries a state: nothing more to say of 1 row")
+
+
+def test_explain_names_lines_of_installed_packages_from_the_package_on() -> None:
+    text = str(treecompile(tiny_model("llama"), backend="eager").explain())
+    assert "(transformers/models/llama/modeling_llama.py:" in text
+    assert "site-packages" not in text

@@ -116,6 +116,53 @@ def test_demo_prints_its_figures(rollouts, capsys, monkeypatch):
     assert "equal within 1e-04" in text
 
 
+@pytest.mark.parametrize(("seconds", "is_above"), [(2.5, False), (3.1, False), (14.0, True)])
+def test_demo_remarks_on_a_speed_up_above_the_ideal(rollouts, capsys, monkeypatch, seconds, is_above):
+    monkeypatch.setattr("tree_compile.demo.run_demo", lambda *_: report(unpacked_seconds=seconds))
+    assert main(["demo", "--rollouts", str(rollouts)]) == 0
+    assert ("above the ideal" in " ".join(capsys.readouterr().out.split())) is is_above
+
+
+def test_demo_takes_turns_row_by_row(rollouts, capsys, monkeypatch):
+    from tree_compile import demo
+
+    calls = []
+    for side, method, letter in ((demo._Packed, "row", "r"), (demo._Unpacked, "sequence", "s")):
+        original = getattr(side, method)
+
+        def noted(self, what, original=original, letter=letter):
+            calls.append(letter)
+            return original(self, what)
+
+        monkeypatch.setattr(side, method, noted)
+    assert main(["demo", "--rollouts", str(rollouts), "--steps", "2", "--row-tokens", "110"]) == 0
+    assert "".join(calls) in ("rssrs" * 2, "rsrss" * 2)
+
+
+def test_stages_are_lines_where_the_output_is_no_terminal(rollouts, capsys):
+    assert main(["demo", "--rollouts", str(rollouts), "--steps", "2"]) == 0
+    lines = [line.strip().split("  ")[1:] for line in capsys.readouterr().err.splitlines()]
+    for stage in ("compile, compare", "1 more step"):
+        own = [rest for name, *rest in lines if name == stage]
+        assert own[0] == []
+        assert own[-1] == ["100%"]
+
+
+def test_check_says_what_it_checks_before_an_error(capsys):
+    assert main(["check", "nosuch"]) == 2
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.endswith(" s  check nosuch")
+
+
+@pytest.mark.parametrize("command", ["check", "explain", "demo", "pack"])
+def test_unknown_option_is_told_with_the_usage_of_its_command(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *(["x"] if command != "demo" else []), "--bckend", "eager"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: treecompile {command} ")
+    assert "unrecognized arguments: --bckend" in error
+
+
 def test_demo_fails_where_the_two_differ(rollouts, capsys, monkeypatch):
     monkeypatch.setattr("tree_compile.demo.run_demo", lambda *_: report(gradient_difference=2e-4))
     assert main(["demo", "--rollouts", str(rollouts)]) == 1

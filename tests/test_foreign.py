@@ -124,3 +124,10 @@ def test_frozen_embeddings_under_gradient_checkpointing_are_exact():
     model.zero_grad()
     model(torch.tensor([[1, 2, 4]]), use_cache=False).logits.sum().backward()
     torch.testing.assert_close(model.model.layers[0].self_attn.q_proj.weight.grad, gradient)
+
+
+def test_experts_that_have_no_float64_are_compared_in_float64():
+    model = tiny_model("qwen3_moe", experts_implementation="grouped_mm").double()
+    tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
+    assert tree_model.check().ok
+    assert model.config._experts_implementation == "grouped_mm"

@@ -17,7 +17,7 @@ def test_examples_in_the_readme_run_and_are_equal():
     assert done.returncode == 0, done.stderr
     assert "615 tokens in, 231 computed" in done.stdout
     assert "equal to the unpacked model" in done.stdout
-    assert "1 rows, no packing has fewer than 1" in done.stdout
+    assert "231 computed, 1 row, bound 1" in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

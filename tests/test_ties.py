@@ -38,3 +38,35 @@ def test_model_whose_scores_are_all_equal_is_equal_to_the_unpacked_model():
             torch.nn.init.zeros_(parameter)
     tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
     assert tree_model.check(random_sequences(1, VOCABULARY)).ok
+
+
+def tied(**config):
+    return tiny_model("deepseek_v32", experts_implementation="batched_mm", **config).eval()
+
+
+def test_report_counts_the_choices_among_equal_scores():
+    model = tied(index_n_heads=1)
+    sequences = random_sequences(1, VOCABULARY)
+    report = treecompile(model, min_shared_tokens=1, backend="eager").check(sequences)
+    assert report.ties > 0
+    assert f"{report.ties:,} choices among equal scores: the earliest key, in both models" in str(report)
+
+
+def test_only_choices_that_could_have_been_others_are_counted():
+    scores = torch.tensor([[[3.0, 2.0, 2.0, 1.0], [2.0, 2.0, 1.0, 0.0], [3.0, 2.0, -torch.inf, -torch.inf]]] * 2)
+    scores = torch.cat([scores, scores[:, :1]], 1)
+    with EarliestOfEquals(4) as ties:
+        scores.topk(2)
+        scores.topk(3)
+        scores.topk(4)
+    assert ties.ties == 4
+
+
+def test_report_of_a_model_without_an_indexer_says_nothing_of_equal_scores():
+    report = treecompile(tiny_model("llama"), backend="eager").check()
+    assert report.ties is None
+    assert "equal scores" not in str(report)
+
+
+def test_explain_says_which_of_equal_scores_is_taken():
+    assert "of equal scores the earliest" in str(treecompile(tied(), backend="eager").explain())

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tree_compile.arguments import by_position, unsupported
 from tree_compile.calls import (
     check_inputs,
     check_keywords,
     check_not_wrapped,
     check_row,
     default_keywords,
-    unsupported,
 )
 from tree_compile.comparison import trained_parameters
 from tree_compile.explain import Explanation, explain
@@ -63,7 +63,6 @@ class TreeModel(nn.Module):
         # The same dictionaries: parameters, buffers and modules are those of the model, now and later.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, name, getattr(model, name))
-        self.training = model.training
         object.__setattr__(self, "unpacked", model)
         self._plan_options = plan_options
         self._backend = backend
@@ -78,15 +77,15 @@ class TreeModel(nn.Module):
 
     # Rows are chosen in plain Python, and their blocks are compiled already.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, sequences: Sequences | Row | Plan | None = None, **others: Any) -> TreeOutput:
+    def forward(self, sequences: Sequences | Row | Plan | None = None, *more: Any, **others: Any) -> TreeOutput:
         """Computes all sequences.
 
         Args:
             sequences: a list of sequences (tensors, arrays or lists of ints), or a dict of such lists for tokens with
                 payloads, tokens first; or a `Row` or a `Plan`, then the output has the sequences that it holds. The
                 model gets all of them as int64 `(1, T)`.
-
-            **others: none is taken; the error says what to do instead.
+            *more: none is taken; the error says what to do instead.
+            **others: nor are these.
 
         Returns:
             `out[i]`: what the model returns for sequence i, without the batch dimension: `[len_i, …]` for each of its
@@ -102,6 +101,8 @@ class TreeModel(nn.Module):
         """
         for name in others:
             raise unsupported(name)
+        if more:
+            raise by_position(self.unpacked)
         if sequences is None:
             raise TypeError("a tree model takes the sequences: model([tokens, …])")
         rows = self._rows(sequences)
@@ -195,8 +196,27 @@ class TreeModel(nn.Module):
     def train(self, mode: bool = True) -> TreeModel:
         """Sets the mode of the model, as `nn.Module.train`."""
         self.unpacked.train(mode)
-        self.training = mode
         return self
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model itself, however it was set."""
+        return self.unpacked.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        # torch sets it for every module that is made, before there is a model.
+        if "unpacked" in vars(self):
+            self.unpacked.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            model = vars(self).get("unpacked")
+            if model is None or not (name in vars(model) or hasattr(type(model), name)):
+                raise
+            raise AttributeError(f"{error}; it is one of the model's: tree_model.unpacked.{name}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copies: programs hold compiled code, and are made again by the first call."""
@@ -271,7 +291,7 @@ def _longest(rows: Sequence[Row]) -> int:
 
 def _warm_up() -> None:
     """Loads the planner, which takes a second, or once on a machine compiles it, while the caller goes on."""
-    # torch.export replaces builtins that numba reads.
+    # torch.export replaces builtins that numba reads; and a process that is forked meanwhile would find modules locked.
     with CAPTURING:
         warm_up()
 

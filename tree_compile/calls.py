@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from tree_compile.arguments import HINTS, unsupported
 from tree_compile.errors import (
     CaptureError,
     SequenceTooLongError,
@@ -21,34 +22,6 @@ from tree_compile.pipeline import Rewritten
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
 
-_LOSS_HINT = (
-    "compute the loss from the outputs: out = model(sequences); "
-    "loss = sum(F.cross_entropy(out.logits[i][:-1], labels[i][1:]) for i in range(len(sequences)))"
-)
-_LAST_HINT = "take the part that you want of out.logits[i]: out[i] is computed for all tokens."
-_PLACE_HINT = "leave it out: a token's position is its place in its own sequence."
-_HINTS = {
-    "labels": _LOSS_HINT,
-    "logits_to_keep": _LAST_HINT,
-    "num_logits_to_keep": _LAST_HINT,
-    "attention_mask": "leave it out: sequences are passed as a list, without padding.",
-    "position_ids": _PLACE_HINT,
-    "cache_position": _PLACE_HINT,
-    "past_key_values": "leave it out: sequences are passed whole.",
-    "inputs_embeds": "pass token ids.",
-    "use_cache": "leave it out: use_cache=False is implied.",
-    "input_ids": "pass them as the first argument, model([tokens, …]), without padding; with payloads, "
-    "model({'input_ids': [tokens, …], 'a_payload': [values, …]}).",
-}
-_WHY_LAST = "the last tokens of a row are not the last tokens of its sequences."
-_WHY = {
-    "labels": "the model would mix the losses of all sequences of a row, and count shared tokens once.",
-    "logits_to_keep": _WHY_LAST,
-    "num_logits_to_keep": _WHY_LAST,
-    "use_cache": "sequences are computed whole, so nothing is kept for a next call.",
-    "input_ids": "a call takes the sequences by position, as a list.",
-}
-_WHY_OTHERS = "it describes one padded batch, which a tree of sequences is not."
 _TAKEN = {"self", "torch", *PLAN_INPUTS, *TREE_INPUTS}
 """Names that the code of a graph has for something else than an input of the model."""
 
@@ -60,7 +33,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         UnsupportedArgumentError: names the argument and what to do instead.
     """
     for name, value in keywords.items():
-        if name in _HINTS and not (name == "use_cache" and value is False):
+        if name in HINTS and not (name == "use_cache" and value is False):
             raise unsupported(name)
 
 
@@ -80,20 +53,6 @@ def check_inputs(names: Sequence[str]) -> None:
                 "a row is laid out.",
                 hint="give the argument another name in the model's forward.",
             )
-
-
-def unsupported(name: str) -> UnsupportedArgumentError:
-    """The error for an argument `name` of a call."""
-    if name in _HINTS:
-        return UnsupportedArgumentError(
-            f"`{name}` cannot be used with a tree model.", why=_WHY.get(name, _WHY_OTHERS), hint=_HINTS[name]
-        )
-    return UnsupportedArgumentError(
-        f"A tree model takes no argument `{name}` in a call.",
-        why="a call takes the sequences alone.",
-        hint=f"per token: pass it with the tokens, model({{'input_ids': […], '{name}': […]}}); "
-        f"constant: treecompile(model, forward_kwargs={{'{name}': …}}).",
-    )
 
 
 def default_keywords(model: nn.Module) -> dict[str, Any]:
@@ -176,13 +135,12 @@ def _replaced_parameters() -> WrappedModelError:
 
 
 def _check_parameters(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise _without_values(f"The buffer {name}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise CaptureError(
-                f"The parameter {name} is on the meta device.",
-                why="it has no values, so nothing can be computed or checked with it.",
-                hint="load the weights first, for example with model.to_empty(device=…) and load_state_dict.",
-            )
+            raise _without_values(f"The parameter {name}")
         # By name: importing the class takes two seconds.
         if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
             raise WrappedModelError(
@@ -190,6 +148,14 @@ def _check_parameters(model: nn.Module) -> None:
                 why="the model is captured with the operations of one device.",
                 hint="compile the plain model first and shard after that; explain() and check() need the plain model.",
             )
+
+
+def _without_values(what: str) -> CaptureError:
+    return CaptureError(
+        f"{what} is on the meta device.",
+        why="it has no values, so nothing can be computed or checked with it.",
+        hint="load the weights first, for example with model.to_empty(device=…) and load_state_dict.",
+    )
 
 
 def check_row(row: Row, rewritten: Rewritten) -> None:

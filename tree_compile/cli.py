@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after `--help` and `--version`, with status 0, and for words that make no command, with status 2.
     """
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     try:
         return options.run(options)
     except KeyboardInterrupt:
@@ -59,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _say_error(error)
         return _WRONG
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The words as options of their command, whose usage is shown where one is unknown."""
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 def _say_error(error: Exception) -> None:
@@ -92,7 +100,7 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     demo.add_argument("--steps", type=_at_least(2), default=3, metavar="N", help="training steps (default: 3)")
     help_text = f"most tokens in a row (default: {DEMO_ROW_TOKENS})"
     demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help=help_text)
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
 
 
 def _add_check(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -101,14 +109,14 @@ def _add_check(commands: Any, common: argparse.ArgumentParser) -> None:
     check.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     check.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; a random tree if left out")
     check.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, parser=check)
 
 
 def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
     text = "Says what each part of a model that mixes tokens becomes."
     explain = commands.add_parser("explain", parents=[common], help="say what a model becomes", description=text)
     explain.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
-    explain.set_defaults(run=_explain)
+    explain.set_defaults(run=_explain, parser=explain)
 
 
 def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -125,7 +133,7 @@ def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
     pack.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     pack.add_argument("--html", type=Path, metavar="OUT", help="also write the plan as a page for the browser")
     pack.add_argument("--save", type=Path, metavar="OUT", help="also write the plan, which Plan.load reads")
-    pack.set_defaults(run=_pack)
+    pack.set_defaults(run=_pack, parser=pack)
 
 
 def _seconds(text: str) -> float:
@@ -234,8 +242,12 @@ def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    from tree_compile.stages import Stages
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return Stages(console=console)
+    return Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
 
 
 def _print_json(value: Any) -> None:
@@ -267,6 +279,11 @@ def _demo_table(report: DemoReport) -> Table:
     table.add_row("greatest difference of gradients", "", f"{report.gradient_difference:.1e}")
     verdict = "equal" if report.ok else "NOT EQUAL"
     table.caption = f"{verdict} within {report.tolerance:.0e} of the greatest value"
+    if report.is_above_ideal:
+        table.caption += (
+            "\nthe speed-up is above the ideal: the machine was busy with something else, or the sequences are so "
+        )
+        table.caption += "short that calls cost more than tokens"
     return table
 
 

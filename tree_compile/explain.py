@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,8 @@ from tree_compile.runtime.depths import depths_of
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.row_tree import tree_of_segments
 from tree_compile.runtime.state_scan import levels_of
+
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Explanation:
         vocabulary: number of token ids, or None.
         blocks: number of blocks, and how many of them have code of their own.
         rows: what layers that carry a state do for the rows that were asked for.
+        asked_rows: how many rows were asked for.
     """
 
     findings: tuple[Finding, ...]
@@ -57,15 +61,18 @@ class Explanation:
     vocabulary: int | None
     blocks: tuple[int, int]
     rows: tuple[RowStates, ...] = ()
+    asked_rows: int = 0
 
     def __str__(self) -> str:
         lines = [_findings_text(alike) for alike in _alike(self.findings)]
         lines += [f"at most {tokens} tokens in a sequence{_at(where)}" for tokens, where in self.limits]
         if self.vocabulary is not None:
             lines.append(f"token ids below {self.vocabulary}")
-        lines.append(f"{self.blocks[0]} blocks, {self.blocks[1]} of them with code of their own")
+        lines.append(f"{count_of(self.blocks[0], 'block')}, {self.blocks[1]} of them with code of their own")
         lines.append("every other operation is proved to work token by token")
         lines += map(str, self.rows)
+        if self.asked_rows and not self.rows:
+            lines.append(f"no layer carries a state: nothing more to say of {count_of(self.asked_rows, 'row')}")
         return "\n".join(lines)
 
 
@@ -86,7 +93,8 @@ def _findings_text(alike: Sequence[Finding]) -> str:
 
 
 def _at(where: SourceLine | None) -> str:
-    return f"  ({where})" if where is not None else ""
+    """The line, with the path of an installed package from the package on."""
+    return f"  ({str(where).rpartition(_INSTALLED)[2]})" if where is not None else ""
 
 
 def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
@@ -96,7 +104,7 @@ def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
     blocks = (len(program.blocks.blocks), program.blocks.distinct)
     states = sum(finding.state_bytes for finding in findings)
     costs = tuple(_row_states(row, states) for row in rows if states)
-    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, costs)
+    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, costs, len(rows))
 
 
 def _row_states(row: Row, bytes_per_chunk: int) -> RowStates:

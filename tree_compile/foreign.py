@@ -21,6 +21,7 @@ from tree_compile.patches import replaced, setting
 
 _ATTENTION_THAT_TRACES = ("sdpa", "eager")
 _EXPERTS_THAT_TRACE = ("grouped_mm", "batched_mm")
+_EXPERTS_WITHOUT_DOUBLE = "grouped_mm"
 _WITH_CHECKPOINTS = ("transformers", "peft")
 _FOR_CHECKPOINTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
@@ -49,13 +50,26 @@ def _changes(config: Any, model: nn.Module) -> Iterator[tuple[str, str]]:
     if attention is not None and attention not in _ATTENTION_THAT_TRACES:
         yield "_attn_implementation_internal", "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     experts = getattr(config, "_experts_implementation", None)
-    if experts is not None and experts not in _EXPERTS_THAT_TRACE:
-        yield "_experts_implementation_internal", _experts_for(model)
+    if experts is not None and (experts not in _EXPERTS_THAT_TRACE or _fails_in_double(experts, model)):
+        yield "_experts_implementation_internal", "batched_mm" if _has_double(model) else "grouped_mm"
 
 
-def _experts_for(model: nn.Module) -> str:
-    """`grouped_mm` has no float64."""
-    return "batched_mm" if any(p.dtype == torch.float64 for p in model.parameters()) else "grouped_mm"
+def _fails_in_double(experts: str, model: nn.Module) -> bool:
+    return experts == _EXPERTS_WITHOUT_DOUBLE and _has_double(model)
+
+
+def _has_double(model: nn.Module) -> bool:
+    return any(parameter.dtype == torch.float64 for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def experts_of_any_dtype(model: nn.Module) -> Iterator[None]:
+    """Experts that transformers would compute by a function without float64, in another way where they need it."""
+    with contextlib.ExitStack() as changes:
+        for config in _configs(model) if _has_double(model) else ():
+            if getattr(config, "_experts_implementation", None) == _EXPERTS_WITHOUT_DOUBLE:
+                changes.enter_context(setting(config, "_experts_implementation_internal", "batched_mm"))
+        yield
 
 
 @contextlib.contextmanager

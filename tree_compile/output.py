@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tree_compile.capture import OutputForm
 from tree_compile.distributions import Distributions, TopTokens
-from tree_compile.per_sequence import PartsOfRows, PerSequence
+from tree_compile.per_sequence import PartsOfRows, PerSequence, number_of
 from tree_compile.row_result import RowResult
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.samples import Counts, Sample, payload_of
 from tree_compile.runtime.sequences import IntArray
 
@@ -38,7 +39,7 @@ class TreeOutput(Sequence[Any]):
         return PerSequence(self.sequence_ids, PartsOfRows(self._results, parts))
 
     def __repr__(self) -> str:
-        return f"TreeOutput({len(self):,} sequences, {len(self._tensors)} tensors each)"
+        return f"TreeOutput({count_of(len(self), 'sequence')}, {count_of(len(self._tensors), 'tensor')} each)"
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -46,6 +47,7 @@ class TreeOutput(Sequence[Any]):
     def __getitem__(self, sequence: Any) -> Any:
         if isinstance(sequence, slice):
             return [self[number] for number in self.sequence_ids[sequence]]
+        sequence = number_of(sequence, "out[i] or out.logits[i]")
         return self._form.build([tensor[sequence] for tensor in self._tensors])
 
     def __iter__(self) -> Iterator[Any]:

@@ -10,7 +10,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_CHANGING = threading.Lock()
+from tree_compile.forks import free_in_forks
+
+_CHANGING = threading.RLock()
+free_in_forks(_CHANGING)
 
 
 class _Replaced:

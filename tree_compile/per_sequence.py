@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +12,10 @@ Part = TypeVar("Part")
 
 
 class PerSequence(Sequence[Part], Generic[Part]):
-    """One value for every sequence, found by the sequence's number in the batch; -1 is the last one that is here."""
+    """One value for every sequence, found by the sequence's number in the batch; -1 is the last one that is here.
+
+    It is no tensor: `out.logits[i].shape`, not `out.logits.shape`.
+    """
 
     def __init__(self, sequence_ids: Sequence[int], values: Mapping[int, Any]) -> None:
         self._ids = sequence_ids
@@ -29,10 +33,31 @@ class PerSequence(Sequence[Part], Generic[Part]):
     def __getitem__(self, sequence: Any) -> Any:
         if isinstance(sequence, slice):
             return [self._values[number] for number in self._ids[sequence]]
+        sequence = number_of(sequence, "out.logits[i][:, -1]")
         number = self._ids[sequence] if -len(self._ids) <= sequence < 0 else sequence
         if number not in self._values:
             raise IndexError(f"there is no sequence {sequence} here, only {_numbers(self._ids)}")
         return self._values[number]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_NO_TENSOR}, and has no {name!r}: take that of one sequence, out.logits[i].{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_arguments: Any) -> Any:
+        name = getattr(function, "__name__", "a function of torch")
+        raise TypeError(f"{_NO_TENSOR}: call {name} for one sequence at a time, with out.logits[i]")
+
+
+_NO_TENSOR = "this holds one value for every sequence"
+
+
+def number_of(sequence: Any, instead: str) -> int:
+    """A sequence's number; `instead` is what might be meant by something else."""
+    try:
+        return operator.index(sequence)
+    except TypeError:
+        what = f"{_NO_TENSOR}, by its number, and not by {sequence!r}: {instead} for sequence i"
+        raise TypeError(what) from None
 
 
 def _numbers(ids: Sequence[int]) -> str:

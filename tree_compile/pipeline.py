@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from tree_compile.capture import Captured, OutputForm, capture
-from tree_compile.errors import CaptureError, RefusedModelError
+from tree_compile.errors import CaptureError, RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.foreign import without_gradients_of_embeddings
+from tree_compile.forks import free_in_forks
 from tree_compile.guards import ShortLengths
 from tree_compile.inputs import graph_inputs
 from tree_compile.passes.attention import RewriteAttention
@@ -46,6 +47,8 @@ from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 CAPTURING = threading.RLock()
+"""Held by what changes torch for a while, and by the thread that loads the planner."""
+free_in_forks(CAPTURING)
 _LONGEST_EXAMPLE = 4_096
 
 
@@ -185,6 +188,24 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
+    with _loss_told(captured.graph_module):
+        return _rewrite(captured, reach)
+
+
+@contextmanager
+def _loss_told(graph_module: fx.GraphModule) -> Iterator[None]:
+    """A model that is refused and returns one number, such as its loss, is told where a loss is computed."""
+    has_number = any(not shape_of(result) for result in _results(graph_module.graph))
+    try:
+        yield
+    except (TokenMixingError, UnknownOpError) as error:
+        if not has_number:
+            raise
+        hint = "if this makes a loss: return the logits alone, and compute it from out.logprobs or out.logits[i]."
+        raise type(error)(error.what, where=error.where, why=error.why, hint=hint) from error.__cause__
+
+
+def _rewrite(captured: Captured, reach: int) -> Rewritten:
     graph_module, trail = captured.graph_module, Trail()
     trail.note("captured", graph_module)
     _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize(), MakeByShape()), trail)
@@ -249,8 +270,12 @@ def _dtypes(graph: fx.Graph) -> frozenset[torch.dtype]:
 
 
 def _batched(graph: fx.Graph) -> tuple[bool, ...]:
+    return tuple(shape_of(result)[0] == 1 for result in _results(graph))
+
+
+def _results(graph: fx.Graph) -> Sequence[fx.Node]:
     results: Any = graph.output_node().args[0]
-    return tuple(shape_of(result)[0] == 1 for result in results)
+    return tuple(results)
 
 
 def _limits(captured: Captured, statics: StaticValues) -> tuple[LengthLimit, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from tree_compile.modes import evaluation, without_dropout
 from tree_compile.output import TreeOutput
 from tree_compile.programs import Program, make_program
 from tree_compile.row_result import RowResult
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.row import Row
@@ -49,6 +50,8 @@ class CheckReport:
         tolerance: what is allowed for outputs.
         worst_parameter: the parameter with the greatest difference of gradients.
         input_tokens, packed_tokens, rows: of the sequences that were compared.
+        ties: how often an indexer of the unpacked model was made to take the earliest of equal scores; None where there
+            is no indexer.
     """
 
     greatest_output_difference: float
@@ -58,6 +61,7 @@ class CheckReport:
     input_tokens: int
     packed_tokens: int
     rows: int
+    ties: int | None = None
 
     @property
     def gradient_tolerance(self) -> float:
@@ -85,7 +89,10 @@ class CheckReport:
             where = f" ({self.worst_parameter})" if self.worst_parameter else ""
             found = f"{self.greatest_gradient_difference:.1e}{where}"
             lines.append(f"  gradients: {difference} {found}, {allowed} {self.gradient_tolerance:.0e}")
-        lines.append(f"  {self.input_tokens} tokens in, {self.packed_tokens} computed, {self.rows} rows")
+        if self.ties is not None:
+            lines.append(f"  {count_of(self.ties, 'choice')} among equal scores: the earliest key, in both models")
+        tokens = f"{count_of(self.input_tokens, 'token')} in, {self.packed_tokens:,} computed"
+        lines.append(f"  {tokens}, {count_of(self.rows, 'row')}")
         return "\n".join(lines)
 
 
@@ -104,7 +111,7 @@ def compare(
     worst, gradient_difference = _worst_gradient_of(packed, alone)
     return CheckReport(
         relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
-        worst, plan.input_tokens, plan.packed_tokens, len(plan.rows),
+        worst, plan.input_tokens, plan.packed_tokens, len(plan.rows), alone.ties,
     )  # fmt: skip
 
 
@@ -114,12 +121,13 @@ def _worst_gradient_of(packed: _Side, alone: _Side) -> tuple[str, float | None]:
     return worst_gradient(packed.gradients, expected) if expected else ("", None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Side:
-    """Outputs of every sequence, and the gradients of the loss."""
+    """Outputs of every sequence, the gradients of the loss, and choices among equal scores."""
 
-    outputs: list[list[Tensor]]
-    gradients: dict[str, Tensor]
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    ties: int | None = None
 
 
 def _packed_side(
@@ -140,11 +148,14 @@ def _unpacked_side(
     weights: Sequence[Sequence[Tensor]],
     parameters: Mapping[str, nn.Parameter],
 ) -> _Side:
-    side = _Side([], {})
+    side = _Side(ties=0 if program.rewritten.has_indexer else None)
     for sequence, own_weights in enumerate(weights):
         inputs = _sequence_inputs(plan, sequence, plain.input_names, program.device)
-        with plain_checkpoints(plain.model), ties_of(program.rewritten, inputs[0].shape[1]), of_the_model_alone():
+        chooses = ties_of(program.rewritten, inputs[0].shape[1])
+        with plain_checkpoints(plain.model), chooses as found, of_the_model_alone():
             parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
+        if found is not None:
+            side.ties = (side.ties or 0) + found.ties
         side.outputs.append([part.detach() for part in parts])
         for name, gradient in gradients_of([parts], [own_weights], parameters).items():
             side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient

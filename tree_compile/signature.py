@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+from tree_compile.arguments import HINTS
 from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.passes.source import line_of_forward
 from tree_compile.unpacked import PlainModel
@@ -33,6 +34,8 @@ def wrong_call(plain: PlainModel) -> RefusedModelError | None:
 
 
 def _missing(plain: PlainModel, name: str) -> RefusedModelError:
+    if name in HINTS:
+        return _error(plain, f"needs the argument {name!r}", f"give it a default value, and {HINTS[name]}")
     hint = (
         "give it a default value, or pass it as a payload, "
         f"model({{'input_ids': […], '{name}': […]}}), or in forward_kwargs: "

@@ -27,10 +27,17 @@ _FOUND = [(name.removeprefix("_get_"), getattr(torch._C, name)) for name in _SWI
 def switches(device: str) -> Iterator[tuple[str, str, Hashable]]:
     """Path, name and value of every setting; `device` is the type of device of the model."""
     yield "torch", "get_default_dtype()", torch.get_default_dtype()
-    yield "torch", "autocast", torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    yield "torch", "autocast", _autocast_dtype(device)
     yield "torch", "get_default_device()", str(torch.get_default_device())
     yield "torch", "get_num_threads()", torch.get_num_threads()
     for name, ask in _FOUND:
         yield "torch", name, ask()
     if distributed.is_available() and distributed.is_initialized():
         yield "torch.distributed", "rank", (distributed.get_rank(), distributed.get_world_size())
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """None where autocast is off, or is unknown on such a device, as on the meta device."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)

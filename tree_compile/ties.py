@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from tree_compile.pipeline import Rewritten
 
 
+_HIDDEN = -10_000.0
+"""Scores up to here are those of keys that a mask hides."""
+
+
 class EarliestOfEquals(TorchFunctionMode):
     """Lets every selection of keys in a model take the earliest of equal scores.
 
@@ -23,11 +27,15 @@ class EarliestOfEquals(TorchFunctionMode):
     Args:
         tokens: the length of the sequence; a selection of keys is one from scores [batch, …, tokens, keys].
         windows: sizes of the windows that are pooled into one key; there may be a key for every token as well.
+
+    Attributes:
+        ties: for how many queries the last key that was taken has the score of one that was not.
     """
 
     def __init__(self, tokens: int, windows: Iterable[int] = ()) -> None:
         super().__init__()
         self._tokens = tokens
+        self.ties = 0
         self._keys = {tokens // window for window in (1, *windows)}
 
     def __torch_function__(
@@ -37,21 +45,23 @@ class EarliestOfEquals(TorchFunctionMode):
         if func in (torch.topk, Tensor.topk):
             named = {"scores" if name == "input" else name: value for name, value in given.items()}
             if self._chooses_keys(*args, **named):
-                return _topk(*args, **named)
+                return self._topk(*args, **named)
         return func(*args, **given)
 
     def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
         is_of_pairs = scores.dim() > 2 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
         return is_of_pairs and largest and dim in (-1, scores.dim() - 1)
 
+    def _topk(self, scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:
+        ordered = scores.sort(dim=-1, descending=True, stable=True)
+        last, next_one = ordered.values[..., k - 1 : k], ordered.values[..., k : k + 1]
+        if next_one.numel() and last.numel():
+            self.ties += int(((last == next_one) & (last > _HIDDEN)).sum())
+        return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
 
-def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[Any]:
+
+def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[EarliestOfEquals | None]:
     """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`."""
     if not rewritten.has_indexer:
         return nullcontext()
     return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows])
-
-
-def _topk(scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:
-    ordered = scores.sort(dim=-1, descending=True, stable=True)
-    return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tree_compile.foreign import experts_of_any_dtype
+
 
 @dataclass(frozen=True)
 class PlainModel:
@@ -32,7 +34,8 @@ class PlainModel:
             ValueError: there are more or fewer values than names.
         """
         named = dict(zip(self.input_names[1:], values[1:], strict=True))
-        return self.model(values[0], **named, **self.keywords)
+        with experts_of_any_dtype(self.model):
+            return self.model(values[0], **named, **self.keywords)
 
     @property
     def device(self) -> torch.device:

@@ -119,7 +119,7 @@ def test_compiled_blocks_equal_the_unpacked_model(name: str) -> None:
 def test_explanation_names_the_indexers_and_their_attentions() -> None:
     explanation = tree_model_of("glm_moe_dsa with layers that take the choice of another").explain()
     became = Counter(finding.became for finding in explanation.findings)
-    assert became["tree_topk_index, 8 of every token's ancestors"] == 2
+    assert became["tree_topk_index, 8 of every token's ancestors, of equal scores the earliest"] == 2
     assert became["sparse_attention over the keys that an indexer chose"] == 4
 
 

@@ -1,5 +1,6 @@
 """Arguments that describe one padded batch, and models that are already wrapped, are refused."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from tree_compile.errors import (
     CaptureError,
     StaleOutputError,
     TokenMixingError,
+    UnknownOpError,
     UnsupportedArgumentError,
     WrappedModelError,
 )
@@ -99,6 +101,80 @@ def test_sequences_by_name_are_refused_with_the_way_to_pass_them(others):
         treecompile(plain(), backend="eager")(input_ids=SEQUENCES, **others)
     with pytest.raises(UnsupportedArgumentError, match="as the first argument"):
         treecompile(plain(), backend="eager", forward_kwargs={"input_ids": 1})
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array])
+def test_padding_is_taken_off_as_the_hint_says(form):
+    batch = {"input_ids": form([[1, 2, 3], [4, 5, 0]]), "attention_mask": form([[1, 1, 1], [1, 1, 0]])}
+    with pytest.raises(UnsupportedArgumentError) as raised:
+        treecompile(plain(), backend="eager")(batch)
+    line = raised.value.hint[raised.value.hint.index("[ids[") :].partition(";")[0]
+    assert [ids.tolist() for ids in eval(line, dict(batch))] == [[1, 2, 3], [4, 5]]
+    assert "model(batch['input_ids'])" in raised.value.hint
+
+
+class TakesMask(Tiny):
+    def forward(self, ids, attention_mask=None):
+        return super().forward(ids)
+
+
+class TakesKind(Tiny):
+    def forward(self, ids, kind=None):
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [(TakesMask, "without padding"), (TakesKind, "{'input_ids': […], 'kind': […]}"), (Tiny, "'a_payload': […]")],
+)
+def test_second_argument_by_position_is_refused_by_its_name(model, hint):
+    tree = treecompile(model(lambda model, x, ids: x), backend="eager")
+    with pytest.raises(UnsupportedArgumentError) as raised:
+        tree(SEQUENCES, SEQUENCES)
+    assert hint in raised.value.hint
+
+
+def loss_of(logits, ids):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class WithLoss(Tiny):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return {"loss": loss_of(logits, ids), "logits": logits}
+
+
+class MeanLoss(Tiny):
+    def forward(self, ids, targets=None):
+        logits = super().forward(ids)
+        return logits if targets is None else (F.cross_entropy(logits[0], targets[0]), logits)
+
+
+class NeedsLabels(Tiny):
+    def forward(self, ids, labels):
+        return loss_of(super().forward(ids), labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "error"),
+    [
+        (WithLoss, SEQUENCES, TokenMixingError),
+        (MeanLoss, {"input_ids": SEQUENCES, "targets": SEQUENCES}, UnknownOpError),
+        (NeedsLabels, SEQUENCES, CaptureError),
+    ],
+)
+def test_model_that_returns_its_loss_is_told_where_a_loss_is_computed(model, inputs, error):
+    tree = treecompile(model(lambda model, x, ids: x), backend="eager")
+    with pytest.raises(error) as raised:
+        tree(inputs)
+    assert "out.logits[i]" in raised.value.hint
+    assert raised.value.where.file == __file__
+
+
+def test_refused_model_without_a_loss_is_told_nothing_of_one():
+    with pytest.raises(TokenMixingError) as raised:
+        treecompile(Tiny(lambda model, x, ids: x.cumsum(1)), backend="eager")(SEQUENCES)
+    assert "loss" not in raised.value.hint
 
 
 def test_call_without_sequences_is_refused():
@@ -298,6 +374,24 @@ def test_parameters_on_the_meta_device_are_refused():
     with torch.device("meta"):
         model = plain()
     with pytest.raises(CaptureError, match="meta device"):
+        treecompile(model)
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_model_that_is_moved_to_the_meta_device_is_refused_at_its_next_call(was_called):
+    tree = treecompile(plain(), backend="eager")
+    if was_called:
+        tree(SEQUENCES)
+    tree.to("meta")
+    for call in (lambda: tree(SEQUENCES), tree.check, tree.explain):
+        with pytest.raises(CaptureError, match="meta device"):
+            call()
+
+
+def test_buffer_on_the_meta_device_is_refused():
+    model = plain()
+    model.table = model.table.to("meta")
+    with pytest.raises(CaptureError, match="buffer table is on the meta device"):
         treecompile(model)
 
 

@@ -48,7 +48,7 @@ REFUSED = [
     ("dicts in a list", [{"input_ids": [1]}], TokenTypeError, "{'input_ids': [sequence, …]"),
     ("more than 64 bits", [[1, 1 << 70]], TokenRangeError, f"holds {1 << 70}, which does not fit"),
     ("lists that are too deep", [[1, [2, 3]]], TokenTypeError, "there is a list at position 1"),
-    ("one number", 5, TokenTypeError, "input_ids is a int, not a list"),
+    ("one number", 5, TokenTypeError, "input_ids is an int, not a list"),
     ("payloads that are too short", {"input_ids": [[1, 2]], "kind": [[0]]}, PayloadError, "has 1 value in kind and 2"),
 ]  # fmt: skip
 
@@ -60,6 +60,13 @@ def test_sequences_are_refused(model, sequences, error, text):
     assert text in str(raised.value)
     assert isinstance(raised.value, ValueError)
     assert raised.value.hint
+
+
+@pytest.mark.parametrize("one", [[1, 2, 3], torch.tensor([1, 2]), np.array([1, 2]), list(torch.tensor([1, 2]))])
+def test_sequence_that_is_no_list_of_sequences_is_refused_with_the_way_to_pass_a_single_one(model, one):
+    with pytest.raises(TokenTypeError) as raised:
+        model(one)
+    assert "[ids] for a single one" in raised.value.hint
 
 
 def test_masked_array_in_which_nothing_is_masked_is_taken(model):

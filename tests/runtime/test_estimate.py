@@ -39,11 +39,11 @@ def test_estimates_print_as_a_table():
     "options",
     [
         {"samples": 0},
-        {"row_tokens": 500},
-        {"row_tokens": np.int64(500)},
+        {"row_tokens": 0},
+        {"row_tokens": np.int64(-1)},
         {"row_tokens": []},
         {"row_tokens": [None]},
-        {"group_counts": 1},
+        {"group_counts": 2},
         {"group_counts": []},
         {"group_counts": [1.5]},
         {"group_counts": [0]},
@@ -58,8 +58,20 @@ def test_estimates_print_as_a_table():
     ],
 )
 def test_estimate_without_meaning_is_refused(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; it must be"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} (is|has) .*; (it|they) must (be|have)"):
         estimate(**{"pool": [[1, 2]], "row_tokens": [500], **options})
+
+
+@pytest.mark.parametrize("number", [500, np.int64(500)])
+def test_one_number_is_a_list_of_one(number):
+    pool = [[1, 2, 3], [1, 2, 4]]
+    one = estimate(pool, number, group_counts=number.__class__(1))
+    assert str(one) == str(estimate(pool, [500], group_counts=[1]))
+
+
+def test_groups_of_another_number_are_counted():
+    with pytest.raises(ValueError, match="groups has 1 entry; it must have one for each of the 2 sequences"):
+        estimate([[1], [2]], 500, groups=["a"])
 
 
 def test_sequence_that_is_longer_than_a_row_is_named_whether_it_is_drawn_or_not():

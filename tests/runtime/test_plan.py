@@ -282,6 +282,10 @@ def test_plan_refuses_other_sequences():
     plan = pickle.loads(pickle.dumps(plan_rows([[1, 2, 3], [1, 2, 4]], min_shared_tokens=1)))
     with pytest.raises(PlanError, match="other lengths"):
         plan.with_sequences([[1, 2, 3], [1, 2]])
+    with pytest.raises(PlanError, match="1 sequence was given, and the plan is for 2"):
+        plan.with_sequences([[1, 2, 3]])
+    with pytest.raises(PlanError, match="3 sequences were given, and the plan is for 2"):
+        plan.with_sequences([[1, 2, 3], [1, 2], [1]])
     with pytest.raises(PlanError, match="does not share the tokens"):
         plan.with_sequences([[1, 2, 3], [1, 9, 4]])
     assert plan.with_sequences([[5, 6, 7], [5, 6, 8]]).rows[0].tokens.tolist() == [5, 6, 7, 8]
@@ -448,7 +452,7 @@ def test_trainable_may_be_a_tensor_on_a_device():
         ({"trainable": [[0, 1]]}, 'share is "all"; it must be "context"'),
         ({"share": "context", "trainable": [[1]]}, "does not fit sequence 0"),
         ({"share": "context", "trainable": [[0, 1]] * 2}, "trainable is for 2 sequences, and the batch has 1"),
-        ({"share": "context", "trainable": 1}, "trainable is a int, not a list"),
+        ({"share": "context", "trainable": 1}, "trainable is an int, not a list"),
         ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType, not a list of bools"),
         ({"share": "context", "trainable": [[0, [1, 1]]]}, "trainable of sequence 0 is not a flat list of bools"),
         ({"share": "context", "trainable": [["a", "b"]]}, "trainable of sequence 0 is of type <U1"),

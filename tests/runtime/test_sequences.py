@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.pages import run_page
 from tree_compile.errors import EmptySequenceError, PayloadError, TokenRangeError, TokenTypeError
+from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.sequences import as_batch
 
 
@@ -193,3 +194,15 @@ def test_bare_package_name_is_refused():
 
 def test_page_is_right():
     assert run_page("sequences.md")
+
+
+def test_tensors_that_torch_moves_are_read_where_they_are():
+    prompt = list(range(100, 140))
+    tensors = [torch.tensor([*prompt, end]) for end in (7, 8)]
+    batch, (row,) = as_batch(tensors), plan_rows(tensors, min_shared_tokens=1).rows
+    for tensor in tensors:
+        tensor.share_memory_()
+    others = [torch.full((41,), -1) for _ in range(64)]  # takes the memory that was freed
+    assert row.tokens.tolist() == [*prompt, 7, 8]
+    assert plan_rows(batch, min_shared_tokens=1).rows[0].tokens.tolist() == [*prompt, 7, 8]
+    assert len(others) == 64

@@ -422,7 +422,7 @@ def test_mask_that_hides_everything_is_refused():
         tokens = query.shape[-2]
         return F.scaled_dot_product_attention(query, key, value, torch.full((1, 1, tokens, tokens), -torch.inf))
 
-    assert "not a table over (query, key)" in refusal(Attention(attend))
+    assert "the same for all tokens" in refusal(Attention(attend))
 
 
 def test_scores_that_are_read_by_something_else_are_refused():

@@ -342,6 +342,12 @@ RAISED = {
     "bias beyond all fills": lambda query, scores: (
         scores.masked_fill(~causal(query), -torch.inf) + torch.where(causal(query), 0.0, torch.inf)
     ),
+    "bias after a floor": lambda query, scores: (
+        scores.masked_fill(~causal(query), -1e9).clamp_min(-1e4) + torch.where(causal(query), 0.0, 1e4)
+    ),
+    "bias after a floor of what was added": lambda query, scores: (
+        (scores + hidden_by(query, -1e9)).clamp_min(-1e4) + rising(query, 10.0)
+    ),
     "fill above an infinite one": lambda query, scores: (
         scores.masked_fill(~causal(query), -torch.inf).masked_fill(~causal(query), -1e4) + rising(query, 10.0)
     ),

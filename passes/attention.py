@@ -175,12 +175,11 @@ class RewriteAttention:
         visible, bias = split_mask(table)
         tables = [self._samples(mask.node)[-1] for mask in scores.masks]
         shown = [as_visibility(table, mask.hides) for table, mask in zip(tables, scores.masks, strict=True)]
-        hidden = greatest_hidden(shown, [mask.fill for mask in scores.masks], visible)
+        hidden = greatest_hidden(shown, [mask.fill for mask in scores.masks], scores.floor, visible)
         if math.isnan(hidden):
             return False
         of_keys = sum(self._greatest(bias.node) * abs(bias.factor) for bias in scores.key_biases)
         of_pairs = float(bias.abs().max()) if bias is not None else 0.0
-        hidden = max(hidden, scores.floor)
         is_far_below = hidden + of_pairs + 2 * of_keys <= HIDDEN_BELOW / 2
         return is_far_below and of_pairs + of_keys <= -hidden / 3
 

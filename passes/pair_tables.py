@@ -109,7 +109,7 @@ def sum_of_masks(tables: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def greatest_hidden(tables: Sequence[Tensor], fills: Sequence[float], visible: Tensor) -> float:
+def greatest_hidden(tables: Sequence[Tensor], fills: Sequence[float], floor: float, visible: Tensor) -> float:
     """No score that masks hide is greater than this and the model's own score; NaN where that cannot be said.
 
     A mask of truths puts its fill in the place of a score, and biases may come before or after it.
@@ -117,10 +117,11 @@ def greatest_hidden(tables: Sequence[Tensor], fills: Sequence[float], visible: T
     Args:
         tables: what hides or biases, boolean (True is visible) or floating.
         fills: the score that each boolean table gives to what it hides.
+        floor: what scores are raised to where they are below it, before or after any of those.
         visible: what is visible of all of them at once.
     """
     if all(table.dtype == torch.bool for table in tables):
-        return max(fills)
+        return max(*fills, floor)
     filled, total, risen = torch.full((), -math.inf), torch.zeros(()), torch.zeros(())
     is_filled = torch.zeros((), dtype=torch.bool)
     for table, fill in zip(tables, fills, strict=True):
@@ -128,7 +129,8 @@ def greatest_hidden(tables: Sequence[Tensor], fills: Sequence[float], visible: T
             filled, is_filled = torch.where(table, filled, filled.clamp_min(fill)), is_filled | ~table
         else:
             total, risen = total + table, risen + table.clamp_min(0)
-    return float(torch.where(visible, -math.inf, torch.where(is_filled, filled + risen, total)).max())
+    hidden = torch.where(is_filled, filled.clamp_min(floor) + risen, torch.maximum(total, floor + risen))
+    return float(torch.where(visible, -math.inf, hidden).max())
 
 
 def split_mask(table: Tensor) -> tuple[Tensor, Tensor | None]:

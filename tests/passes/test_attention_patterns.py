@@ -342,6 +342,12 @@ RAISED = {
     "bias beyond all fills": lambda query, scores: (
         scores.masked_fill(~causal(query), -torch.inf) + torch.where(causal(query), 0.0, torch.inf)
     ),
+    "bias after a floor": lambda query, scores: (
+        scores.masked_fill(~causal(query), -1e9).clamp_min(-1e4) + torch.where(causal(query), 0.0, 1e4)
+    ),
+    "bias after a floor of what was added": lambda query, scores: (
+        (scores + hidden_by(query, -1e9)).clamp_min(-1e4) + rising(query, 10.0)
+    ),
     "fill above an infinite one": lambda query, scores: (
         scores.masked_fill(~causal(query), -torch.inf).masked_fill(~causal(query), -1e4) + rising(query, 10.0)
     ),
@@ -422,7 +428,7 @@ def test_mask_that_hides_everything_is_refused():
         tokens = query.shape[-2]
         return F.scaled_dot_product_attention(query, key, value, torch.full((1, 1, tokens, tokens), -torch.inf))
 
-    assert "not a table over (query, key)" in refusal(Attention(attend))
+    assert "the same for all tokens" in refusal(Attention(attend))
 
 
 def test_scores_that_are_read_by_something_else_are_refused():

@@ -129,12 +129,14 @@ class _Flat(nn.Module):
         return tuple(tensors_of(output))
 
 
-def capture(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
+def capture(plain: PlainModel, example: tuple[Tensor, ...], *, compares: bool = True) -> Captured:
     """Captures a model in the mode (training or not) that its modules are in.
 
     Args:
         plain: the model.
         example: inputs int64 `(1, T)`, with a T that no dimension of the model's parameters has.
+        compares: whether graph and model may be compared at single lengths; not where a call of the model leaves
+            something behind, which is refused later.
 
     Raises:
         CaptureError: torch.export cannot trace the model.
@@ -154,13 +156,17 @@ def capture(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
         exported = program.module(check_guards=False)
     _require_computed(exported, plain.model)
     tokens = example[0].shape[1]
-    same = partial(same_at, plain, exported)
+    same = partial(same_at, plain, exported) if compares else _unknown
     limit, short, control_flow = length_limit(program._guards_code, program.graph, tokens, same)
     # Where they differ at other lengths too, it is no branch: the self-check tells what it is.
     if short is None and same(1) is False and same(tokens):
         control_flow = control_flow or branches_on_one_token(line_of_forward(plain.model))
     graph_module = _under_own_names(exported, plain.input_names)
     return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)
+
+
+def _unknown(_tokens: int) -> bool | None:
+    return None
 
 
 def _export(flat: _Flat, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

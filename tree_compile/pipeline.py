@@ -126,22 +126,23 @@ def rewrite_model(plain: PlainModel, reach: int = FIRST_REACH, example_tokens: i
         with without_gradients_of_embeddings(plain.model):
             rehearsal = rehearse(plain)
         with _unless_more_telling(rehearsal.error):
+            is_sound = rehearsal.error is None
             if example_tokens:
-                return rewrite(_captured(plain, example_of(plain, example_tokens)), reach)
-            return _rewrite_one_of(plain, _captures(plain, rehearsal.example), reach)
+                return rewrite(_captured(plain, example_of(plain, example_tokens), is_sound), reach)
+            return _rewrite_one_of(plain, _captures(plain, rehearsal.example, is_sound), reach)
 
 
-def _captured(plain: PlainModel, example: tuple[Tensor, ...]) -> Captured:
+def _captured(plain: PlainModel, example: tuple[Tensor, ...], is_sound: bool) -> Captured:
     with without_gradients_of_embeddings(plain.model):
-        return capture(plain, example)
+        return capture(plain, example, compares=is_sound)
 
 
-def _captures(plain: PlainModel, example: tuple[Tensor, ...]) -> list[Captured]:
+def _captures(plain: PlainModel, example: tuple[Tensor, ...], is_sound: bool) -> list[Captured]:
     """The model as captured with an example, and behind it with longer ones, where the example has no window yet."""
-    found = [_captured(plain, example)]
+    found = [_captured(plain, example, is_sound)]
     while (limit := found[-1].limit) is not None and limit.has_floor_division and limit.tokens < _LONGEST_EXAMPLE:
         try:
-            longer = _captured(plain, example_of(plain, longer_example(plain, limit.tokens)))
+            longer = _captured(plain, example_of(plain, longer_example(plain, limit.tokens)), is_sound)
         except RefusedModelError:
             break
         if longer.limit is not None and longer.limit.tokens <= limit.tokens:

@@ -135,11 +135,12 @@ class _NextTokens(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of states and values, added up over chunks in float32 at least; None where none comes."""
+    """Gradients of states and values, added up over chunks in float32 at least; None where no chunk has one."""
 
     def __init__(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._tensors, self._needed = tensors, needed
         self._sums: list[Tensor | None] = [None] * len(tensors)
+        self._has_chunks = False
 
     def detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors without what comes before them, hooks of their own among it, and with gradients as needed."""
@@ -148,6 +149,7 @@ class _Sums:
 
     def add(self, logits: Tensor, gradient: Tensor, inputs: Sequence[Tensor], rows: Tensor) -> None:
         """The gradients that come through the logits of some rows."""
+        self._has_chunks = True
         wanted = [place for place, needed in enumerate(self._needed) if needed]
         if not logits.requires_grad:
             return
@@ -165,6 +167,11 @@ class _Sums:
 
     def gradients(self) -> list[Tensor | None]:
         """In the dtypes of the tensors."""
+        if not self._has_chunks:
+            # Where nothing is asked of a row, a gradient of 0 says so to the other ranks, which wait for one.
+            return [
+                torch.zeros_like(x) if needed else None for x, needed in zip(self._tensors, self._needed, strict=True)
+            ]
         pairs = zip(self._sums, self._tensors, strict=True)
         return [None if total is None else total.to(tensor.dtype) for total, tensor in pairs]
 

@@ -15,7 +15,8 @@ from tree_compile.patches import _CHANGING
 from tree_compile.pipeline import CAPTURING
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 200
+SECONDS = 500
+"""A machine that has no compiled planner yet compiles it first."""
 FORKS = """
 import multiprocessing, os, sys, time
 from torch import nn
@@ -28,7 +29,7 @@ if __name__ == "__main__":
     treecompile(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)), backend="eager")
     time.sleep(float(sys.argv[1]))
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        print(pool.apply_async(rows).get(timeout=150), "row")
+        print(pool.apply_async(rows).get(timeout=400), "row")
 """
 
 

@@ -120,7 +120,7 @@ def test_explanation_names_the_indexers_and_their_attentions() -> None:
     explanation = tree_model_of("glm_moe_dsa with layers that take the choice of another").explain()
     became = Counter(finding.became for finding in explanation.findings)
     assert became["tree_topk_index, 8 of every token's ancestors, of equal scores the earliest"] == 2
-    assert became["sparse_attention over the keys that an indexer chose"] == 4
+    assert became["sparse_attention over the keys that an indexer chose, visible: k <= q"] == 4
 
 
 # Indexers that choose something else than single tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -118,7 +118,7 @@ def batch_of(inputs: Sequences, first: int = 0) -> Batch:
         PayloadError: samples differ in their payloads, or are mixed with sequences, or `trainable` does not fit.
         InputError: as `as_batch`.
     """
-    if isinstance(inputs, Batch | Mapping | str) or not any(isinstance(given, Sample) for given in inputs):
+    if not isinstance(inputs, Sequence) or not any(isinstance(given, Sample) for given in inputs):
         return as_batch(inputs, first)
     samples: tuple[Any, ...] = tuple(inputs)
     for number, sample in enumerate(samples, first):

@@ -60,8 +60,10 @@ def test_blocks_of_the_same_form_share_their_code() -> None:
     tree_model = treecompile(model, self_check=False)
     tree_model([[1, 2, 3]])
     explanation = tree_model.explain()
-    assert explanation.blocks == (8, 3)
-    assert counters["stats"]["unique_graphs"] == 3
+    # Before the blocks, the six of them, the norm behind them, and the head.
+    assert explanation.blocks == (9, 4)
+    tree_model([[1, 2, 3]]).logits[0].sum()
+    assert counters["stats"]["unique_graphs"] == 4
 
 
 def test_every_sequence_of_a_row_has_a_backward_pass_of_its_own(

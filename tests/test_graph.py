@@ -83,7 +83,16 @@ def test_every_stage_has_a_text_and_others_are_named() -> None:
     with pytest.raises(ValueError, match="there is no stage 'lowered'; there are ") as raised:
         tree_model.graph("lowered")
     stages = re.findall(r"'([^']+)'", str(raised.value).partition("there are ")[2])
-    passes = ["gradient modes", "batch norm", "functional", "windows", "window attention", "attention", "mixers"]
+    passes = [
+        "gradient modes",
+        "batch norm",
+        "functional",
+        "made by shape",
+        "windows",
+        "window attention",
+        "attention",
+        "mixers",
+    ]
     passes += ["convolutions", "positions", "window sizes", "token axis", "autocast"]
     assert stages == ["captured", *passes, "rewritten"]
     for stage in stages:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.mixers import computed_in
 from tree_compile.runtime.row_tree import CHUNK, RowTree, by_first_chunk, in_chunks, in_row, last_chunks
-from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, state_scan
 
 __all__ = ["by_chunks"]
 
@@ -30,6 +30,7 @@ class _Pieces(NamedTuple):
         decay: [n, H, CHUNK, D or 1].
         total: the sum of the decays from the start of the chunk on, in float64: differences of totals in float32 would
             not be precise where strong decays stand before weak ones.
+        pair_decay: exp(total[i] - total[j]) for j <= i, 0 above, [n, H, CHUNK, CHUNK]; None with a decay per channel.
         beta: [n, H, CHUNK, 1], or None.
     """
 
@@ -40,11 +41,14 @@ class _Pieces(NamedTuple):
     key_factor: Tensor
     decay: Tensor
     total: Tensor
+    pair_decay: Tensor | None
     beta: Tensor | None
 
     def pair_products(self, left: Tensor) -> Tensor:
-        """Of `left` with the keys, as `_pair_products` says."""
-        return _pair_products(left, self.key, self.decay, self.total)
+        """`sum_d left[i, d] key[j, d] exp(total[i, d] - total[j, d])` for j <= i, 0 above: [n, H, CHUNK, CHUNK]."""
+        if self.pair_decay is None:
+            return _pair_products_per_channel(left, self.key, self.decay, self.total)
+        return left @ self.key.mT * self.pair_decay
 
 
 def by_chunks(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
@@ -53,10 +57,9 @@ def by_chunks(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tu
     attend = pieces.pair_products(pieces.query) * (pieces.query_factor * pieces.key_factor.mT)
     maps, initial = _chunk_maps(pieces), options.initial_state
     start = None if initial is None else by_first_chunk(initial.to(pieces.value.dtype), tree)
-    states, written = starting_states(maps, tree.chunk_parent, start)
-    asked = pieces.query * (pieces.query_factor * _factor(pieces.total, pieces.query))
-    out = in_row(asked @ states + attend @ written, tree, batch=1)
-    return out, final_states(maps, states, written)[last_chunks(tree)] if options.output_final_state else None
+    scanned = state_scan(maps, tree.chunk_parent, start)
+    out = in_row(scanned.found + attend @ scanned.written, tree, batch=1)
+    return out, final_states(maps, scanned)[last_chunks(tree)] if options.output_final_state else None
 
 
 def _pieces(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> _Pieces:
@@ -72,7 +75,8 @@ def _pieces(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> _Pie
     one = torch.ones_like(query[..., :1])
     query_factor, key_factor = (_one_over_length(query), _one_over_length(key)) if options.normalize else (one, one)
     gate = None if inputs.beta is None else by_chunk(inputs.beta[..., None])
-    return _Pieces(query, key, by_chunk(inputs.value), query_factor * scale, key_factor, decay, total, gate)
+    pair_decay = _factor(_without_later(total - total.mT, 0), query) if total.shape[-1] == 1 else None
+    return _Pieces(query, key, by_chunk(inputs.value), query_factor * scale, key_factor, decay, total, pair_decay, gate)
 
 
 def _chunk_maps(pieces: _Pieces) -> ChunkMaps:
@@ -81,31 +85,25 @@ def _chunk_maps(pieces: _Pieces) -> ChunkMaps:
     With a delta rule, what a token writes depends on what those before it in the chunk wrote, which is a triangular
     system: the UT transform of Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.
     """
-    _, key, value, _, key_factor, _, total, beta = pieces
-    last = total[..., -1:, :]
+    query, key, value, query_factor, key_factor, _, total, _, beta = pieces
+    last, since = total[..., -1:, :], _factor(total, key)
     kept, left = _factor(last, key).mT, key * (key_factor * _factor(last - total, key))
+    asks = query * (query_factor * since)
     if beta is None:
-        return ChunkMaps(kept, value, left)
+        return ChunkMaps(kept, value, left, None, asks)
     pair_factor = beta * key_factor * key_factor.mT
     system = pieces.pair_products(key) * pair_factor
     one = torch.eye(CHUNK, dtype=key.dtype, device=key.device)
     solved = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True) * beta.mT
-    since = key_factor * _factor(total, key)
+    taken_off = -key_factor * since
     # One decay for each token is cheaper on the small matrix than on the keys.
-    reads = (solved * since.mT) @ key if total.shape[-1] == 1 else solved @ (key * since)
-    return ChunkMaps(kept, solved @ value, left, reads)
+    reads = (solved * taken_off.mT) @ key if total.shape[-1] == 1 else solved @ (key * taken_off)
+    return ChunkMaps(kept, solved @ value, left, reads, asks)
 
 
 def _factor(decay: Tensor, like: Tensor) -> Tensor:
     """exp(decay) in the dtype of `like`."""
     return decay.to(like.dtype).exp()
-
-
-def _pair_products(left: Tensor, right: Tensor, decay: Tensor, total: Tensor) -> Tensor:
-    """`sum_d left[i, d] right[j, d] exp(total[i, d] - total[j, d])` for j <= i, 0 above: [n, H, CHUNK, CHUNK]."""
-    if total.shape[-1] > 1:
-        return _pair_products_per_channel(left, right, decay, total)
-    return left @ right.mT * _factor(_without_later(total - total.mT, 0), left)
 
 
 def _without_later(sums: Tensor, diagonal: int) -> Tensor:
@@ -115,7 +113,7 @@ def _without_later(sums: Tensor, diagonal: int) -> Tensor:
 
 
 def _pair_products_per_channel(left: Tensor, right: Tensor, decay: Tensor, total: Tensor) -> Tensor:
-    """The same with a decay per channel, without [CHUNK, CHUNK, D] numbers, and without an exponent above 0.
+    """`_Pieces.pair_products` without [CHUNK, CHUNK, D] numbers, and without an exponent above 0.
 
     Parts of `_PART` tokens are related to earlier parts over the total at the end of the earlier one and the start of
     their own, and to themselves pair by pair. (A product of exp(total[i]) and exp(-total[j]) would overflow.)
@@ -153,4 +151,5 @@ def _for_heads(values: Tensor, heads: int) -> Tensor:
 
 
 def _one_over_length(values: Tensor) -> Tensor:
-    return torch.rsqrt((values * values).sum(-1, keepdim=True) + 1e-6)
+    # The gradient of a norm reads the values once, that of a sum of squares three times.
+    return torch.rsqrt(torch.linalg.vector_norm(values, dim=-1, keepdim=True).square() + 1e-6)

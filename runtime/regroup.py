@@ -28,8 +28,10 @@ def regroup(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 @torch.library.custom_op("tree_compile::regroup", mutates_args=())
 def _regroup(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # noqa: ARG001
-    found = values.index_select(0, index.clamp(max=len(values) - 1))
-    return found.masked_fill_((index >= len(values))[:, None], 0)
+    found, is_none = values.index_select(0, index.clamp(max=len(values) - 1)), index >= len(values)
+    if values.device.type == "cpu":  # few rows, and elsewhere their number would have to be waited for
+        return found.index_fill_(0, is_none.nonzero()[:, 0], 0)
+    return found.masked_fill_(is_none[:, None], 0)
 
 
 @_regroup.register_fake

@@ -19,7 +19,7 @@ from tree_compile.runtime.row_tree import (
     row_or_chains,
     with_values_on_padding,
 )
-from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, state_scan
 
 __all__ = ["selective_scan"]
 
@@ -82,14 +82,14 @@ def selective_scan(
     own, total = _states_of_own(decay.exp(), written), decay.cumsum(1).exp()
     maps = ChunkMaps(total[:, -1, ..., None], own[:, -1, ..., None])
     start = None if initial_state is None else by_first_chunk(initial_state.to(dtype), forest)[..., None]
-    states, new = starting_states(maps, forest.chunk_parent, start)
-    reached = own + total * states[:, None, ..., 0]
+    scanned = state_scan(maps, forest.chunk_parent, start)
+    reached = own + total * scanned.states[:, None, ..., 0]
     out = in_row((reached * by_chunk(read)[:, :, None]).sum(-1)[:, None], forest, len(values))[:, :, 0]
     out = (out if skip is None else out + wide * skip).to(values.dtype)
     out = with_values_on_padding(out, values, tree)
     if not output_final_state:
         return out, None
-    return out, final_states(maps, states, new)[last_chunks(forest), ..., 0]
+    return out, final_states(maps, scanned)[last_chunks(forest), ..., 0]
 
 
 def _require_shapes(

@@ -9,44 +9,58 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["ChunkMaps", "final_states", "levels_of", "starting_states"]
+__all__ = ["ChunkMaps", "Scanned", "final_states", "levels_of", "state_scan"]
 
 
 class ChunkMaps(NamedTuple):
-    """What each chunk makes of the state S before it: `kept * S + left^T (fresh - reads S)`.
+    """What each chunk makes of the state S before it, `kept * S + left^T (fresh + reads S)`, and `asks S` of it.
 
     Attributes:
         kept: [n, H, D or 1, 1], the factor on every row of the state.
         fresh: [n, H, C, E], what is written.
         left: [n, H, C, D], where what is written is in the state at the end of the chunk; None where `fresh` is
             [n, H, D, E], and added as it is.
-        reads: [n, H, C, D], what of the state is taken off what is written; None where nothing is.
+        reads: [n, H, C, D], what of the state is added to what is written; None where nothing is.
+        asks: [n, H, C, D], what of the state the tokens of the chunk look up; None where they do so in another way.
     """
 
     kept: Tensor
     fresh: Tensor
     left: Tensor | None = None
     reads: Tensor | None = None
+    asks: Tensor | None = None
 
 
-def starting_states(maps: ChunkMaps, parent: Tensor, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The state S before each chunk, and what each chunk writes.
+class Scanned(NamedTuple):
+    """What a scan finds.
+
+    Attributes:
+        states: the state S before each chunk, [n, H, D, E].
+        written: `fresh + reads S`, in the shape of `fresh`.
+        found: `asks S`, [n, H, C, E]; [0] without `asks`.
+    """
+
+    states: Tensor
+    written: Tensor
+    found: Tensor
+
+
+def state_scan(maps: ChunkMaps, parent: Tensor, initial: Tensor | None = None) -> Scanned:
+    """States passed from chunk to chunk, and what the chunks write and find.
 
     Args:
         maps: those of the chunks.
         parent: int64 [n] on the CPU, the chunk that each one follows, -1 at a root; ordered as in `RowTree`.
         initial: [roots, H, D, E], the states before the roots; None for zeros.
-
-    Returns:
-        [n, H, D, E] and `fresh - reads S` in the shape of `fresh`.
     """
-    states, written = _scan(*maps, parent, initial)
-    return states, maps.fresh if maps.reads is None else written
+    states, written, found = _scan(*maps, parent, initial)
+    return Scanned(states, maps.fresh if maps.reads is None else written, found)
 
 
-def final_states(maps: ChunkMaps, states: Tensor, written: Tensor) -> Tensor:
-    """The state after each chunk, from what `starting_states` returns."""
-    return maps.kept * states + (written if maps.left is None else maps.left.mT @ written)
+def final_states(maps: ChunkMaps, scanned: Scanned) -> Tensor:
+    """The state after each chunk, [n, H, D, E]."""
+    new = scanned.written
+    return maps.kept * scanned.states + (new if maps.left is None else maps.left.mT @ new)
 
 
 class _Level(NamedTuple):
@@ -75,44 +89,50 @@ def levels_of(parent: Tensor, device: torch.device) -> list[_Level]:
 
 @torch.library.custom_op("tree_compile::state_scan", mutates_args=())
 def _scan(
-    kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, parent: Tensor, initial: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    maps, levels = ChunkMaps(kept, fresh, left, reads), levels_of(parent, fresh.device)
-    states, written = _empty(maps)
-    states[levels[0].chunks] = 0 if initial is None else initial
+    kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, asks: Tensor | None,
+    parent: Tensor, initial: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    maps, levels = ChunkMaps(kept, fresh, left, reads, asks), levels_of(parent, fresh.device)
+    scanned = _empty(maps)
+    scanned.states[levels[0].chunks] = 0 if initial is None else initial
     for level, following in zip(levels, [*levels[1:], None], strict=True):
-        if reads is not None:
-            _write(maps, states, written, level.chunks)
+        _read(maps, scanned, level.chunks)
         if following is not None:
-            ended = _ended(maps, states, written, level.followed)
-            torch.index_select(ended, 0, following.parent, out=states[following.chunks])
-    return states, written
+            ended = _ended(maps, scanned, level.followed)
+            torch.index_select(ended, 0, following.parent, out=scanned.states[following.chunks])
+    return scanned
 
 
 @_scan.register_fake
-def _(kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
-    return _empty(ChunkMaps(kept, fresh, left, reads))
+def _(
+    kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, asks: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(ChunkMaps(kept, fresh, left, reads, asks))
 
 
-def _empty(maps: ChunkMaps) -> tuple[Tensor, Tensor]:
+def _empty(maps: ChunkMaps) -> Scanned:
     fresh, width = maps.fresh, maps.fresh.shape[2] if maps.left is None else maps.left.shape[3]
-    states = fresh.new_empty((*fresh.shape[:2], width, fresh.shape[3]))
-    return states, fresh.new_empty(fresh.shape if maps.reads is not None else 0)
+    written = fresh.new_empty(fresh.shape if maps.reads is not None else 0)
+    found = fresh.new_empty(0 if maps.asks is None else (*maps.asks.shape[:3], fresh.shape[3]))
+    return Scanned(fresh.new_empty((*fresh.shape[:2], width, fresh.shape[3])), written, found)
 
 
-def _write(maps: ChunkMaps, states: Tensor, written: Tensor, chunks: slice) -> None:
-    """`written` gets what the chunks write, where some of the state is taken off it."""
-    assert maps.reads is not None
-    fresh, reads = maps.fresh[chunks].flatten(0, 1), maps.reads[chunks].flatten(0, 1)
-    torch.baddbmm(fresh, reads, states[chunks].flatten(0, 1), alpha=-1, out=_by_head(written[chunks]))
+def _read(maps: ChunkMaps, scanned: Scanned, chunks: slice) -> None:
+    """What the chunks write and find of the states before them."""
+    states = _by_head(scanned.states[chunks])
+    if maps.reads is not None:
+        fresh, reads = maps.fresh[chunks].flatten(0, 1), maps.reads[chunks].flatten(0, 1)
+        torch.baddbmm(fresh, reads, states, out=_by_head(scanned.written[chunks]))
+    if maps.asks is not None:
+        torch.bmm(maps.asks[chunks].flatten(0, 1), states, out=_by_head(scanned.found[chunks]))
 
 
-def _ended(maps: ChunkMaps, states: Tensor, written: Tensor, chunks: slice) -> Tensor:
+def _ended(maps: ChunkMaps, scanned: Scanned, chunks: slice) -> Tensor:
     """The states after the chunks."""
-    new = (maps.fresh if maps.reads is None else written)[chunks]
+    new, states = (maps.fresh if maps.reads is None else scanned.written)[chunks], scanned.states[chunks]
     if maps.left is None:
-        return torch.addcmul(new, maps.kept[chunks], states[chunks])
-    kept = (maps.kept[chunks] * states[chunks]).contiguous()
+        return torch.addcmul(new, maps.kept[chunks], states)
+    kept = (maps.kept[chunks] * states).contiguous()
     _by_head(kept).baddbmm_(maps.left[chunks].flatten(0, 1).mT, new.flatten(0, 1))
     return kept
 
@@ -128,34 +148,40 @@ class _Gradients(NamedTuple):
 
 @torch.library.custom_op("tree_compile::state_scan_backward", mutates_args=())
 def _scan_backward(
-    grad: Tensor, grad_written: Tensor, kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None,
+    to_states: Tensor | None, to_written: Tensor | None, to_found: Tensor | None,
+    kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, asks: Tensor | None,
     parent: Tensor, initial: Tensor | None, states: Tensor, written: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    maps, levels = ChunkMaps(kept, fresh, left, reads), levels_of(parent, grad.device)
+    maps, levels = ChunkMaps(kept, fresh, left, reads, asks), levels_of(parent, fresh.device)
     gradients = _empty_gradients(maps, initial)
-    for gradient in gradients[:3]:
-        gradient.zero_()
-    if reads is not None:
-        gradients.written.copy_(grad_written)
-    new, begun = fresh if reads is None else written, grad
+    if reads is None or to_written is None:
+        gradients.written.zero_()
+    else:
+        gradients.written.copy_(to_written)
+    new, begun = fresh if reads is None else written, states
     for level, following in zip(reversed(levels), [None, *levels[:0:-1]], strict=True):
         after = None
+        _zero_where_none_follow(gradients, level)
         if following is not None:
             after = _sum_by_parent(begun, following.parent, level.followed)
             _through_followed(maps, states, new, after, gradients, level.followed)
-        begun = _begun(maps, grad, after, gradients.written, level)
+        begun = _through_read(maps, states, gradients.written, to_found, level.chunks)
+        if to_states is not None:
+            begun += to_states[level.chunks]
+        if after is not None:
+            begun[: len(after)].addcmul_(kept[level.followed], after)
     if initial is not None:
         gradients.initial.copy_(begun)
-    return gradients.kept, gradients.written, gradients.left, gradients.initial
+    return gradients
 
 
 @_scan_backward.register_fake
 def _(
-    _grad: Tensor, _grad_written: Tensor, kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None,
+    _to_states: Tensor | None, _to_written: Tensor | None, _to_found: Tensor | None,
+    kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, asks: Tensor | None,
     _parent: Tensor, initial: Tensor | None, *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = _empty_gradients(ChunkMaps(kept, fresh, left, reads), initial)
-    return gradients.kept, gradients.written, gradients.left, gradients.initial
+    return _empty_gradients(ChunkMaps(kept, fresh, left, reads, asks), initial)
 
 
 def _empty_gradients(maps: ChunkMaps, initial: Tensor | None) -> _Gradients:
@@ -164,6 +190,14 @@ def _empty_gradients(maps: ChunkMaps, initial: Tensor | None) -> _Gradients:
     to_initial = none.clone() if initial is None else initial.new_empty(initial.shape)
     to_kept, to_written = maps.kept.new_empty(maps.kept.shape), maps.fresh.new_empty(maps.fresh.shape)
     return _Gradients(to_kept, to_written, to_left, to_initial)
+
+
+def _zero_where_none_follow(gradients: _Gradients, level: _Level) -> None:
+    """What makes the state after a chunk that none follows has no gradient."""
+    ends = slice(level.followed.stop, level.chunks.stop)
+    gradients.kept[ends] = 0
+    if len(gradients.left):
+        gradients.left[ends] = 0
 
 
 def _sum_by_parent(begun: Tensor, parent: Tensor, followed: slice) -> Tensor:
@@ -185,14 +219,18 @@ def _through_followed(
     _by_head(gradients.written[chunks]).baddbmm_(maps.left[chunks].flatten(0, 1), by_head)
 
 
-def _begun(maps: ChunkMaps, grad: Tensor, after: Tensor | None, to_written: Tensor, level: _Level) -> Tensor:
-    """The gradient of the states before the chunks of a level, of which `after` is that after the followed ones."""
-    begun = grad[level.chunks].clone(memory_format=torch.contiguous_format)
-    if after is not None:
-        begun[: len(after)].addcmul_(maps.kept[level.followed], after)
+def _through_read(
+    maps: ChunkMaps, states: Tensor, to_written: Tensor, to_found: Tensor | None, chunks: slice
+) -> Tensor:
+    """The gradient of the states before `chunks` from what they write and find of them."""
+    begun = torch.empty_like(states[chunks], memory_format=torch.contiguous_format)
+    by_head = _by_head(begun)
+    if maps.asks is None or to_found is None:
+        begun.zero_()
+    else:
+        torch.bmm(maps.asks[chunks].flatten(0, 1).mT, to_found[chunks].flatten(0, 1), out=by_head)
     if maps.reads is not None:
-        reads, to_new = maps.reads[level.chunks].flatten(0, 1), to_written[level.chunks].flatten(0, 1)
-        _by_head(begun).baddbmm_(reads.mT, to_new, alpha=-1)
+        by_head.baddbmm_(maps.reads[chunks].flatten(0, 1).mT, to_written[chunks].flatten(0, 1))
     return begun
 
 
@@ -201,20 +239,22 @@ def _by_head(target: Tensor) -> Tensor:
     return target.view(-1, *target.shape[2:])
 
 
-def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)  # type: ignore[arg-type]
+def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output[:2])  # type: ignore[arg-type]
 
 
-def _differentiate(ctx: FunctionCtx, grad: Tensor, grad_written: Tensor) -> tuple[Tensor | None, ...]:
-    kept, fresh, left, reads, parent, initial, states, written = ctx.saved_tensors  # type: ignore[attr-defined]
-    to_kept, to_written, to_left, to_initial = _scan_backward(
-        grad, grad_written, kept, fresh, left, reads, parent, initial, states, written
-    )
+def _differentiate(
+    ctx: FunctionCtx, to_states: Tensor | None, to_written: Tensor | None, to_found: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    _, _, left, reads, asks, _, initial, states, _ = saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    to_kept, to_new, to_left, to_initial = _scan_backward(to_states, to_written, to_found, *saved)
     return (
         to_kept,
-        to_written,
+        to_new,
         None if left is None else to_left,
-        None if reads is None else -(to_written @ states.mT),
+        None if reads is None else to_new @ states.mT,
+        None if asks is None or to_found is None else to_found @ states.mT,
         None,
         None if initial is None else to_initial,
     )

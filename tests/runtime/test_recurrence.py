@@ -22,7 +22,7 @@ from tree_compile.runtime.causal_convolution import causal_convolution, token_sh
 from tree_compile.runtime.layout import END
 from tree_compile.runtime.row_tree import CHUNK, RowTree, tree_of_segments
 from tree_compile.runtime.selective_scan import selective_scan
-from tree_compile.runtime.state_scan import ChunkMaps, final_states, starting_states
+from tree_compile.runtime.state_scan import ChunkMaps, final_states, state_scan
 
 Inputs = dict[str, Tensor]
 HEADS, KEY_HEADS, D, E = 4, 2, 6, 5
@@ -352,13 +352,13 @@ def test_state_that_is_read_where_what_is_written_is_added_as_it_is() -> None:
     given = [tensor.requires_grad_() for tensor in (kept, fresh, reads, initial)]
     weights = [normal(6, 2, 3, 5) for _ in range(3)]
     maps = ChunkMaps(kept, fresh, None, reads)
-    states, written = starting_states(maps, parent, initial)
-    results = [states, written, final_states(maps, states, written)]
+    scanned = state_scan(maps, parent, initial)
+    results = [scanned.states, scanned.written, final_states(maps, scanned)]
 
     begun, new, ended = [], [], []
     for chunk, above in enumerate(parent.tolist()):
         begun.append(initial[0] if above < 0 else ended[above])
-        new.append(fresh[chunk] - reads[chunk] @ begun[chunk])
+        new.append(fresh[chunk] + reads[chunk] @ begun[chunk])
         ended.append(kept[chunk] * begun[chunk] + new[chunk])
     wanted = [torch.stack(parts) for parts in (begun, new, ended)]
     assert difference(results, wanted) < 1e-10

@@ -289,12 +289,22 @@ def _chooses_keys(node: fx.Node, statics: StaticValues) -> bool:
 def _with_bias(scores: Scores, bias: fx.Node, factor: float, statics: StaticValues) -> Scores:
     kind = statics.kinds.get(bias)
     if isinstance(kind, (Table, Drifting)) and kind.dim - len(shape_of(bias)) == -1:
-        if isinstance(kind, Drifting) and scores.sinks is not None:
-            raise NoMatch("its bias per key moves with the number of tokens, which its sink does not")
+        if isinstance(kind, Drifting):
+            _require_harmless_drift(bias, scores)
         return replace(scores, key_biases=(*scores.key_biases, KeyBias(bias, kind.dim, factor)))
     if factor != 1.0:
         raise NoMatch("a scaled mask is not known")
     return _with_masks(scores, read_masks(bias, statics))
+
+
+def _require_harmless_drift(bias: fx.Node, scores: Scores) -> None:
+    if scores.sinks is not None:
+        raise NoMatch("its bias per key moves with the number of tokens, which its sink does not")
+    if bias.meta["val"].dtype.itemsize < torch.float32.itemsize:
+        raise NoMatch(
+            "its bias per key is counted from the last token in half precision, where that of a short sequence would be "
+            "rounded as that of the longest one; make it in float32"
+        )
 
 
 def _with_masks(scores: Scores, masks: Masks) -> Scores:

@@ -182,7 +182,9 @@ class RowTables:
         return total
 
     def slopes(self, slopes: torch.Tensor, dtype: torch.dtype) -> fx.Node:
-        """The bias `slope * position` of every head: `[heads, T]`."""
+        """The bias `slope * position` of every head, `[heads, T]`, for queries and keys of `dtype`."""
+        # The model's own bias is near 0 where it counts; positions in half precision would be rounded to fours.
+        dtype = torch.promote_types(dtype, torch.float32)
         column = self._insert(torch.tensor, [[slope] for slope in slopes.tolist()], dtype=dtype, device=slopes.device)
         return self._insert(torch.ops.aten.mul.Tensor, column, self._position())
 

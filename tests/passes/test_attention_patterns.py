@@ -1,5 +1,6 @@
 """Forms of attention: each is read for what it computes, and refused where it computes something else."""
 
+import copy
 import math
 
 import pytest
@@ -98,6 +99,31 @@ def test_bias_that_is_counted_from_the_end_is_refused_beside_a_sink():
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
 
     assert "sink does not" in refusal(Attention(attend))
+
+
+def test_bias_that_is_counted_from_the_end_in_half_precision_is_refused():
+    def attend(_model, query, key, value):
+        bias = from_the_end(query).to(query.dtype)
+        return (scores_of(query, key) + bias).masked_fill(~causal(query), -math.inf).softmax(-1) @ value
+
+    with pytest.raises(TokenMixingError, match="counted from the last token in half precision"):
+        treecompile(Attention(attend).bfloat16(), backend="eager")([list(range(8))])
+
+
+def test_bias_by_distance_of_keys_in_half_precision_is_as_near_as_the_models_own():
+    def attend(_model, query, key, value):
+        at, steep = torch.arange(query.shape[-2]), torch.tensor([1.0, 0.5, 0.25, 0.125])[:, None, None]
+        bias = ((at - at[:, None]) * steep).masked_fill(at > at[:, None], -math.inf)
+        return (scores_of(query, key).float() + bias).softmax(-1).to(value.dtype) @ value
+
+    torch.manual_seed(0)
+    model, tokens = Attention(attend).bfloat16(), torch.randint(0, 32, (1_200,))
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(tokens[None])[0]
+        alone = model(tokens[None])[0].double() - exact
+        tree = treecompile(model, backend="eager")([tokens]).logits[0].double() - exact
+    assert tree.abs().mean() < 1.5 * alone.abs().mean()
+    assert tree.abs().max() < 1.5 * alone.abs().max()
 
 
 def test_sinks_that_are_cut_to_whole_numbers_are_exact():

@@ -154,6 +154,60 @@ def test_check_says_what_it_checks_before_an_error(capsys):
     assert first.endswith(" s  check nosuch")
 
 
+def test_grpo_demo_has_the_gradients_of_the_unpacked_model(tmp_path, capsys):
+    assert main(["demo", "--grpo", "--steps", "2", "--plot", str(tmp_path / "out.png"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert 0 < found["gradient_difference"] < 1e-4
+    assert len(found["rewards"]) == 2
+    assert 0.3 < found["first_reward"] < 0.7
+    assert found["unpacked_tokens"] == [256 * (12 * 10 + 5 + 4)] * 2
+    assert found["tokens_saved"] > 20
+
+
+def grpo_report(rewards, gradient_difference=1e-6):
+    from tree_compile.grpo_demo import GrpoReport
+
+    return GrpoReport(rewards, [1000] * len(rewards), [25] * len(rewards), gradient_difference)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (grpo_report([0.2] + [0.9] * 199), 0),
+        (grpo_report([0.2] * 200), 1),
+        (grpo_report([0.2] * 10), 0),
+        (grpo_report([0.2] + [0.9] * 199, gradient_difference=1e-3), 1),
+    ],
+    ids=["reached", "not reached", "too few steps to reach it", "gradients differ"],
+)
+def test_grpo_demo_says_whether_it_got_there(tmp_path, capsys, monkeypatch, given, status):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("tree_compile.grpo_demo.run_grpo_demo", lambda *_: given)
+    path = tmp_path / "out.png"
+    assert main(["demo", "--grpo", "--plot", str(path)]) == status
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("NOT" in text) is bool(status)
+    assert "tokens of samples per token computed 40.0" in text.replace("│", "").replace("  ", " ")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_grpo_demo_without_matplotlib_fails_only_where_a_plot_is_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tree_compile.grpo_demo.run_grpo_demo", lambda *_: grpo_report([0.5]))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["demo", "--grpo"]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert main(["demo", "--grpo", "--plot", str(tmp_path / "out.png")]) == 2
+    assert "matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--grpo", "--row-tokens", "5"], ["--plot", "x.png"]])
+def test_demo_refuses_options_of_the_other_one(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", *words])
+    assert "--grpo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["check", "explain", "demo", "pack"])
 def test_unknown_option_is_told_with_the_usage_of_its_command(command, capsys):
     with pytest.raises(SystemExit, match="2"):

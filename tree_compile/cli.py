@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tree_compile.demo import DemoReport
+    from tree_compile.grpo_demo import GrpoReport
     from tree_compile.rollouts import Tokenizer
 
 __all__ = ["main"]
@@ -29,6 +30,8 @@ _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 _TARGET_HELP = "module:factory, a function that returns an nn.Module; or an architecture in transformers, such as llama"
 _ROLLOUTS_HELP = 'JSON lines with "tokens" or "messages", or a .npz or .parquet file of token ids'
 _TOKENIZER_HELP = "tokenizers JSON; bytes if left out"
+_DEMO_STEPS = 3
+_PLOT = Path("grpo.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,9 +100,15 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     demo = commands.add_parser("demo", parents=[common], help="train a small model both ways", description=text)
     demo.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; bundled ones if left out")
     demo.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
-    demo.add_argument("--steps", type=_at_least(2), default=3, metavar="N", help="training steps (default: 3)")
+    demo.add_argument("--steps", type=_at_least(2), metavar="N", help="training steps (default: 3; with --grpo 200)")
     help_text = f"most tokens in a row (default: {DEMO_ROW_TOKENS})"
     demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help=help_text)
+    help_text = (
+        "instead, train a small model on rewards for its own samples; takes none of the options above but --steps"
+    )
+    demo.add_argument("--grpo", action="store_true", help=help_text)
+    help_text = f"with --grpo: where rewards and tokens are drawn (default: {_PLOT}; needs matplotlib)"
+    demo.add_argument("--plot", type=Path, metavar="OUT", help=help_text)
     demo.set_defaults(run=_demo, parser=demo)
 
 
@@ -156,14 +165,18 @@ def _at_least(least: int) -> Any:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if options.grpo:
+        return _grpo_demo(options)
     from tree_compile.demo import run_demo
     from tree_compile.rollouts import BUNDLED, read_rollouts
 
+    if options.plot:
+        options.parser.error("--plot is of --grpo alone")
     tokenizer = _tokenizer(options)
     rollouts = read_rollouts(options.rollouts or BUNDLED, tokenizer)
     vocabulary = max(tokenizer.vocabulary, *(int(rollout.tokens.max()) + 1 for rollout in rollouts))
     with _progress() as progress:
-        report = run_demo(rollouts, vocabulary, options.steps, options.row_tokens, progress)
+        report = run_demo(rollouts, vocabulary, options.steps or _DEMO_STEPS, options.row_tokens, progress)
     if options.json:
         _print_json(dataclasses.asdict(report) | {name: getattr(report, name) for name in _DERIVED})
     else:
@@ -172,6 +185,38 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 _DERIVED = ("speed_up", "ideal_speed_up", "ok")
+
+
+def _grpo_demo(options: argparse.Namespace) -> int:
+    from tree_compile.grpo_demo import STEPS, run_grpo_demo
+
+    if options.rollouts or options.tokenizer or options.row_tokens:
+        options.parser.error("--grpo makes its own samples: it takes no --rollouts, --tokenizer or --row-tokens")
+    with _progress() as progress:
+        report = run_grpo_demo(options.steps or STEPS, progress)
+    drawn = _plot(report, options.plot)
+    if options.json:
+        _print_json(dataclasses.asdict(report) | {name: getattr(report, name) for name in _GRPO_DERIVED})
+    else:
+        _print_tables(_grpo_table(report))
+        print(drawn)
+    return 0 if report.ok else _FAILED
+
+
+_GRPO_DERIVED = ("first_reward", "last_reward", "tokens_saved", "ok")
+
+
+def _plot(report: GrpoReport, path: Path | None) -> str:
+    """Draws the report, and says where; without matplotlib only where a file was asked for is that an error."""
+    from tree_compile.grpo_demo import plot
+
+    try:
+        plot(report, path or _PLOT)
+    except ImportError:
+        if path is not None:
+            raise
+        return "pip install matplotlib, and rewards and tokens are drawn, too"
+    return f"rewards and tokens are drawn in {path or _PLOT}"
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -284,6 +329,22 @@ def _demo_table(report: DemoReport) -> Table:
             "\nthe speed-up is above the ideal: the machine was busy with something else, or the sequences are so "
         )
         table.caption += "short that calls cost more than tokens"
+    return table
+
+
+def _grpo_table(report: GrpoReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"GRPO, {len(report.rewards)} steps on a model's own samples", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("mean reward, first step", f"{report.first_reward:.2f}")
+    table.add_row("mean reward, last steps", f"{report.last_reward:.2f}")
+    table.add_row("tokens of all samples", f"{sum(report.unpacked_tokens):,}")
+    table.add_row("tokens computed", f"{sum(report.packed_tokens):,}")
+    table.add_row("tokens of samples per token computed", f"{report.tokens_saved:.1f}")
+    table.add_row("greatest difference of the first step's gradients", f"{report.gradient_difference:.1e}")
+    table.caption = report.verdict
     return table
 
 

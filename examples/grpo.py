@@ -1,0 +1,1 @@
+../tree_compile/grpo_demo.py

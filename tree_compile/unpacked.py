@@ -35,12 +35,23 @@ class PlainModel:
         """
         named = dict(zip(self.input_names[1:], values[1:], strict=True))
         with experts_of_any_dtype(self.model):
-            return self.model(values[0], **named, **self.keywords)
+            return _without_balance_loss(self.model(values[0], **named, **self.keywords))
 
     @property
     def device(self) -> torch.device:
         """Device of the model's first parameter or buffer; the CPU where it has none."""
         return device_of(self.model)
+
+
+def _without_balance_loss(output: Any) -> Any:
+    """A `ModelOutput` without its `aux_loss`.
+
+    It is no sum over tokens: that of a batch is made of `router_logits`, and not of the losses of its sequences.
+    """
+    has_both = isinstance(output, Mapping) and {"aux_loss", "router_logits"} <= output.keys()
+    if not has_both or not hasattr(output, "aux_loss"):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != "aux_loss"})
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -50,6 +50,8 @@ class Row:
     def inputs(self) -> dict[str, IntArray]:
         """One int64 array [T] per input; the tokens come first, then the payloads. Made when first asked for.
 
+        Recorded experts are [T, layers, experts per token].
+
         Raises:
             PlanError: the plan is without its sequences.
         """
@@ -59,7 +61,8 @@ class Row:
                 why="a plan is saved and sent as integers only.",
                 hint="give them back: plan.with_sequences(sequences).",
             )
-        return {name: self._gather(values) for name, values in self.batch.inputs.items()}
+        found = {name: self._gather(values) for name, values in self.batch.inputs.items()}
+        return found | {name: table[found[name]] for name, table in self.batch.tables.items()}
 
     @property
     def tokens(self) -> IntArray:

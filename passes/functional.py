@@ -140,7 +140,7 @@ def _replace_write(graph: fx.Graph, node: fx.Node, memory: _Memory) -> None:
     if any(other.op != "call_function" for other in sharing):
         if _comes_from_length(node.args[1:]):
             raise _length_dependent(node)
-        raise _refusal(node, "it writes into a parameter, a buffer or an input of the model")
+        raise _lasting(node)
     later = _later(node)
     earlier = [other for other in sharing if other not in later and other is not node]
     wholes = [other for other in earlier if _is_same_view(other, sharing[0])]
@@ -296,10 +296,15 @@ def _length_dependent(node: fx.Node) -> LengthDependentError:
     )
 
 
-def _refusal(node: fx.Node, why: str) -> TokenMixingError:
+def _lasting(node: fx.Node) -> TokenMixingError:
+    hint = (
+        "write it without in-place operations; what a call counts belongs into the training loop, such as the tokens "
+        "of every expert: losses.expert_counts(out)."
+    )
+    return _refusal(node, "it writes into a parameter, a buffer or an input of the model", hint)
+
+
+def _refusal(node: fx.Node, why: str, hint: str = "write it without in-place operations.") -> TokenMixingError:
     return TokenMixingError(
-        f"The operation {shown_name(node)} cannot be followed.",
-        where=source_line(node),
-        why=why + ".",
-        hint="write it without in-place operations.",
+        f"The operation {shown_name(node)} cannot be followed.", where=source_line(node), why=why + ".", hint=hint
     )

@@ -40,8 +40,8 @@ OUTSIDE = "tree_compile_outside"
 def add_plan_inputs(graph_module: fx.GraphModule) -> None:
     """Adds the plan's placeholders behind the inputs of a captured graph."""
     graph = graph_module.graph
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    per_token = last.meta["val"][0]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    last, per_token = placeholders[-1], placeholders[0].meta["val"][0]
     for name in (*PLAN_INPUTS, *TREE_INPUTS):
         with graph.inserting_after(last):
             last = graph.placeholder(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -98,7 +99,7 @@ def line_of_code(innermost: types.FrameType) -> SourceLine | None:
 
 def line_of_forward(model: nn.Module) -> SourceLine | None:
     """Where the model's `forward` begins."""
-    code = getattr(type(model).forward, "__code__", None)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None:
         return None
     text = linecache.getline(code.co_filename, code.co_firstlineno).strip()

@@ -82,6 +82,7 @@ class Planner:
         """
         batch = batch_of(_of_one(sequence), first=self._added)
         self._check_names(tuple(batch.inputs))
+        self._check_kind(batch)
         check_fits(batch.lengths, self._row_tokens, first=self._added)
         # Copies: a caller may fill the same array with the next rollout.
         self._waiting[self._added] = {name: values[0].copy() for name, values in batch.inputs.items()}
@@ -101,6 +102,14 @@ class Planner:
                 f"{', '.join(self._names)}.",
                 why="sequences of a row are computed together.",
                 hint="give every sequence the same inputs, in one order.",
+            )
+
+    def _check_kind(self, batch: Batch) -> None:
+        if batch.tables:
+            raise PayloadError(
+                f"Sample {self._added} has recorded experts.",
+                why="a planner plans tokens alone, and gives rows out without samples.",
+                hint="plan the samples of a batch with plan_rows.",
             )
 
     def _is_overdue(self) -> bool:

@@ -50,6 +50,8 @@ class Row:
     def inputs(self) -> dict[str, IntArray]:
         """One int64 array [T] per input; the tokens come first, then the payloads. Made when first asked for.
 
+        Recorded experts are [T, layers, experts per token].
+
         Raises:
             PlanError: the plan is without its sequences.
         """
@@ -59,7 +61,8 @@ class Row:
                 why="a plan is saved and sent as integers only.",
                 hint="give them back: plan.with_sequences(sequences).",
             )
-        return {name: self._gather(values) for name, values in self.batch.inputs.items()}
+        found = {name: self._gather(values) for name, values in self.batch.inputs.items()}
+        return found | {name: table[found[name]] for name, table in self.batch.tables.items()}
 
     @property
     def tokens(self) -> IntArray:
@@ -91,6 +94,21 @@ class Row:
         if self.batch is None or self.batch.samples is None:
             return counts_of(self.samples.values())
         return self.batch.samples.counts
+
+    @cached_property
+    def batch_sequences(self) -> int:
+        """How many sequences the batch has, those of other rows among them."""
+        return len(self.sequence_ids if self.batch is None else self.batch)
+
+    @cached_property
+    def sequences_through(self) -> IntArray:
+        """How many sequences of the row go through each token, int64 [T]; 0 on padding."""
+        change = np.zeros(self.length + self.padding + 1, np.int64)
+        for sequence in self.sequence_ids:
+            starts, ends = np.array(self.path_ranges(sequence)).T
+            change[starts] += 1
+            change[ends] -= 1
+        return change.cumsum()[:-1]
 
     def payload(self, name: str) -> NDArray[Any]:
         """A payload with one entry per token in the layout of the row, [T, …]; 0 on padding.
@@ -202,7 +220,7 @@ class Row:
     def __getstate__(self) -> dict[str, Any]:
         """A row is sent with its own tokens and without the other sequences of the batch."""
         has_tokens = self.batch is not None or "inputs" in vars(self)
-        inputs = {"inputs": self.inputs} if has_tokens else {}
+        inputs = {"inputs": self.inputs, "batch_sequences": self.batch_sequences} if has_tokens else {}
         has_samples = "samples" in vars(self) or (self.batch is not None and self.batch.samples is not None)
         samples = {"samples": self.samples, "counts": self.counts} if has_samples else {}
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs | samples

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tree_compile.errors import PayloadError
 from tree_compile.runtime.contexts import mask_of
+from tree_compile.runtime.recordings import ROUTED, number_choices
 from tree_compile.runtime.sequences import Batch, Sequences, TokenSequence, as_array, as_batch
 
 __all__ = ["GROUP", "PAIR", "Counts", "Sample", "Samples", "batch_of", "counts_of", "payload_of", "per_token"]
@@ -31,7 +32,8 @@ class Sample:
         trainable: per token, not 0 where a loss counts it; all of them if left out. The first token of a sequence has
             no log-probability, and so never counts.
         payloads: anything else: per token [len, …], such as old log-probabilities, or per sequence, such as a reward.
-            They are kept as they are.
+            They are kept as they are. One of them has a meaning for the model's call: `routed_experts`, whole numbers
+            [len, layers with a router, experts per token], are the experts that the routers then send tokens to.
     """
 
     def __init__(self, tokens: TokenSequence, trainable: TokenSequence | None = None, **payloads: Any) -> None:
@@ -115,9 +117,12 @@ def batch_of(inputs: Sequences, first: int = 0) -> Batch:
         first: the number that errors give to the first one.
 
     Raises:
-        PayloadError: samples differ in their payloads, or are mixed with sequences, or `trainable` does not fit.
+        PayloadError: samples differ in their payloads, or are mixed with sequences, or `trainable` does not fit, or
+            recorded experts are not usable.
         InputError: as `as_batch`.
     """
+    if isinstance(inputs, Mapping) and ROUTED in inputs:
+        raise _of_samples()
     if not isinstance(inputs, Sequence) or not any(isinstance(given, Sample) for given in inputs):
         return as_batch(inputs, first)
     samples: tuple[Any, ...] = tuple(inputs)
@@ -127,7 +132,24 @@ def batch_of(inputs: Sequences, first: int = 0) -> Batch:
     for number, sample in enumerate(samples, first):
         _check_payloads(sample, number, samples[0], first)
         _check_trainable(sample, number)
-    return replace(batch, samples=Samples(samples))
+    batch = replace(batch, samples=Samples(samples))
+    return _with_choices(batch, first) if ROUTED in samples[0].payloads else batch
+
+
+def _with_choices(batch: Batch, first: int) -> Batch:
+    """With recorded experts as an input of the model, so that no token is shared by sequences that differ in them."""
+    assert batch.samples is not None
+    recordings = [per_token(sample, number, ROUTED) for number, sample in enumerate(batch.samples.all, first)]
+    numbers, choices = number_choices(recordings, first)
+    return replace(batch, inputs={**batch.inputs, ROUTED: numbers}, tables={ROUTED: choices})
+
+
+def _of_samples() -> PayloadError:
+    return PayloadError(
+        f"The inputs hold {ROUTED!r} as a list of its own.",
+        why="recorded experts are a payload of samples.",
+        hint=f"pass [Sample(tokens, {ROUTED}=…), …].",
+    )
 
 
 def _check_kind(sample: Any, number: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -69,10 +69,12 @@ class Batch:
             integer type. They have to stay as they are until the rows of a plan are made from them, though a tensor may
             be moved by torch: `as_it_lies` has its array then.
         samples: the samples that the sequences are of; None where they are sequences alone.
+        tables: for inputs that number something, what each number stands for, `[numbers, …]`: it is what a row gets.
     """
 
     inputs: dict[str, list[TokenArray]]
     samples: Samples | None = None
+    tables: Mapping[str, IntArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,7 +93,7 @@ class Batch:
         """Some of its sequences, in the order of `ids`."""
         ids = list(ids)
         samples = self.samples and type(self.samples)(tuple(self.samples.all[i] for i in ids))
-        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()}, samples)
+        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()}, samples, self.tables)
 
 
 def as_batch(inputs: Sequences, first: int = 0) -> Batch:

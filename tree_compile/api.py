@@ -14,6 +14,7 @@ from tree_compile.calls import (
     check_inputs,
     check_keywords,
     check_not_wrapped,
+    check_recordings,
     check_row,
     default_keywords,
 )
@@ -227,7 +228,7 @@ class TreeModel(nn.Module):
 
     def _random_plan(self) -> Plan:
         names = self._last_inputs()
-        return plan_rows(small_tree(self._program(names), names), min_shared_tokens=1)
+        return plan_rows(small_tree(self._program(names), self._plain(names)), min_shared_tokens=1)
 
     def _rows(self, sequences: Sequences | Row | Plan) -> tuple[Row, ...]:
         if isinstance(sequences, Row):
@@ -244,6 +245,7 @@ class TreeModel(nn.Module):
         """The program for the model as it is now, and for the sequences of `rows`."""
         with self._making:
             plain, longest = self._plain(input_names), _longest(rows)
+            check_recordings(rows, plain)
             place = self._current(plain)
             if any(longest > limit.tokens for limit in self._programs[place][1].rewritten.limits):
                 # A cache may have ended there, as long as the sequences that the model has seen.

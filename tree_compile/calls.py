@@ -12,6 +12,7 @@ from torch import nn
 from tree_compile.arguments import HINTS, unsupported
 from tree_compile.errors import (
     CaptureError,
+    PayloadError,
     SequenceTooLongError,
     TokenRangeError,
     UnsupportedArgumentError,
@@ -19,8 +20,12 @@ from tree_compile.errors import (
 )
 from tree_compile.passes.plan_inputs import PLAN_INPUTS, TREE_INPUTS, WINDOW_INPUT
 from tree_compile.pipeline import Rewritten
+from tree_compile.replay import Routing
+from tree_compile.runtime.counts import count_of
+from tree_compile.runtime.recordings import ROUTED
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.tables import DENSE_ROW_TOKENS
+from tree_compile.unpacked import PlainModel
 
 _TAKEN = {"self", "torch", *PLAN_INPUTS, *TREE_INPUTS}
 """Names that the code of a graph has for something else than an input of the model."""
@@ -171,6 +176,37 @@ def check_row(row: Row, rewritten: Rewritten) -> None:
     _check_memory(row, rewritten)
 
 
+def check_recordings(rows: Sequence[Row], plain: PlainModel) -> None:
+    """Refuses recorded experts that do not fit to the routers of the model.
+
+    Raises:
+        PayloadError, ReplayError.
+    """
+    if ROUTED not in plain.input_names:
+        return
+    for row in rows:
+        recorded = row.inputs[ROUTED]
+        if recorded.shape[1:] != plain.routing.shape:
+            raise _misfit(row, 0, f"has {list(recorded.shape[1:])} numbers for a token", plain.routing)
+        at = int(recorded.reshape(len(recorded), -1).max(1).argmax())
+        if recorded[at].max() >= plain.routing.experts:
+            raise _misfit(row, at, f"holds expert {recorded[at].max()}", plain.routing)
+
+
+def _misfit(row: Row, at: int, what: str, routing: Routing) -> PayloadError:
+    layers, top_k = routing.shape
+    return PayloadError(
+        f"{ROUTED!r} of sample {_sequence_at(row, at)} {what}.",
+        why=f"the model has {count_of(layers, 'router')}, and each chooses {top_k} of {routing.experts} experts.",
+        hint=f"pass [tokens, {layers}, {top_k}], of numbers below {routing.experts}, for layers with a router.",
+    )
+
+
+def _sequence_at(row: Row, at: int) -> int:
+    """A sequence that holds a token of the row."""
+    return next(i for i in row.sequence_ids if any(start <= at < end for start, end in row.path_ranges(i)))
+
+
 def _longest(row: Row) -> tuple[int, int]:
     """Number and length of the longest sequence."""
     place = int(row.sequence_length.argmax())
@@ -214,9 +250,8 @@ def _check_tokens(row: Row, vocabulary: int) -> None:
     greatest = int(row.tokens.max())
     if greatest >= vocabulary:
         at = int(row.tokens.argmax())
-        sequence = next(i for i in row.sequence_ids if any(start <= at < end for start, end in row.path_ranges(i)))
         raise TokenRangeError(
-            f"Token id {greatest} in sequence {sequence} is not below the vocabulary's {vocabulary}.",
+            f"Token id {greatest} in sequence {_sequence_at(row, at)} is not below the vocabulary's {vocabulary}.",
             why="the model has no embedding for it.",
             hint="check that the tokenizer is the model's.",
         )

@@ -79,9 +79,18 @@ class OutputForm:
 
     def logits_place(self, count: int) -> int:
         """Which of `count` tensors has the logits: the entry or attribute `logits`, else the first."""
-        places = self.build(range(count))
-        found = places.get("logits") if isinstance(places, Mapping) else getattr(places, "logits", None)
+        found = self._entry(count, "logits")
         return found if isinstance(found, int) else 0
+
+    def router_places(self, count: int) -> tuple[int, ...]:
+        """Which of `count` tensors have the logits of a router: those of the entry or attribute `router_logits`."""
+        leaves = pytree.tree_leaves(self._entry(count, "router_logits"))
+        return tuple(place for place in leaves if isinstance(place, int))
+
+    def _entry(self, count: int, name: str) -> Any:
+        """The output's entry or attribute of a name, with places among `count` tensors for the tensors."""
+        places = self.build(range(count))
+        return places.get(name) if isinstance(places, Mapping) else getattr(places, name, None)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ __all__ = [
     "PayloadError",
     "PlanError",
     "RefusedModelError",
+    "ReplayError",
     "SelfCheckError",
     "SequenceTooLongError",
     "SourceLine",
@@ -151,6 +152,10 @@ class DropoutError(RefusedModelError):
 
 class UnsupportedOutputError(RefusedModelError):
     """The model returns something that is neither a tensor nor a plain constant."""
+
+
+class ReplayError(RefusedModelError):
+    """Recorded experts cannot take the place of what the model's routers choose."""
 
 
 class UnsupportedArgumentError(TreeCompileError, TypeError):

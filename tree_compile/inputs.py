@@ -59,5 +59,5 @@ def _segments(row: Row) -> Tensor:
 
 def _on_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     missing = max(0, _FEWEST_TOKENS - len(values))
-    padded = np.pad(values.astype(np.int64, copy=False), (0, missing))
+    padded = np.pad(values.astype(np.int64, copy=False), ((0, missing), *[(0, 0)] * (values.ndim - 1)))
     return torch.from_numpy(padded).to(device, non_blocking=True)

@@ -17,6 +17,8 @@ rows add up to that of the batch, and gradients to its gradient, however it is p
 Where a batch is more than one call knows of, as with several ranks or gradient accumulation, pass what is counted over
 all of it: `counts=counts_of(samples) + counts_of(others)`. DistributedDataParallel takes the mean over ranks: multiply
 the loss by their number.
+
+`load_balancing` is of all tokens of all sequences, and has counts of its own: see there.
 """
 
 from __future__ import annotations
@@ -32,10 +34,23 @@ from torch import Tensor
 
 from tree_compile.errors import PayloadError
 from tree_compile.output import TreeOutput
+from tree_compile.routing import expert_counts, load_balancing
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.samples import GROUP, PAIR, Counts, counts_of, payload_of, per_token
 
-__all__ = ["NORMALISERS", "Counts", "cispo", "counts_of", "dpo", "grpo", "kl_to_reference", "ppo_clip", "sft"]
+__all__ = [
+    "NORMALISERS",
+    "Counts",
+    "cispo",
+    "counts_of",
+    "dpo",
+    "expert_counts",
+    "grpo",
+    "kl_to_reference",
+    "load_balancing",
+    "ppo_clip",
+    "sft",
+]
 
 NORMALISERS = ("per_token", "per_sequence", "per_group", "constant")
 

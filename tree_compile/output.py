@@ -17,6 +17,11 @@ from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.samples import Counts, Sample, payload_of
 from tree_compile.runtime.sequences import IntArray
 
+_INSTEAD = {
+    "loss": "; a loss is computed from out.logits[i] and the labels of sequence i",
+    "aux_loss": "; that of all sequences is losses.load_balancing(out, top_k=…)",
+}
+
 
 # A dataclass, because DistributedDataParallel looks for tensors in the fields of those.
 @dataclass(eq=False, repr=False)
@@ -54,8 +59,9 @@ class TreeOutput(Sequence[Any]):
         return (self[sequence] for sequence in self.sequence_ids)
 
     def __getattr__(self, name: str) -> Any:
-        loss = "; a loss is computed from out.logits[i] and the labels of sequence i" if name == "loss" else ""
-        raise AttributeError(f"a TreeOutput has no {name!r}: out[i] is the model's output for sequence i{loss}")
+        raise AttributeError(
+            f"a TreeOutput has no {name!r}: out[i] is the model's output for sequence i{_INSTEAD.get(name, '')}"
+        )
 
     @cached_property
     def hidden(self) -> PerSequence[Tensor]:
@@ -155,6 +161,20 @@ class TreeOutput(Sequence[Any]):
         return PerSequence(self.sequence_ids, found)
 
     @property
+    def router_logits(self) -> PerSequence[tuple[Tensor, ...]]:
+        """The logits of every router over its experts: `[len_i, experts]` for each layer that has one.
+
+        Raises:
+            OutputError: the model does not return them.
+        """
+        return self._by_sequence(_router_logits_of_sequences)
+
+    @property
+    def row_results(self) -> Sequence[RowResult]:
+        """What was computed for each row, in the layout of the row."""
+        return self._results
+
+    @property
     def logits(self) -> PerSequence[Tensor]:
         """The logits of every sequence: `[len_i, vocabulary]`.
 
@@ -162,3 +182,7 @@ class TreeOutput(Sequence[Any]):
         first tensor.
         """
         return self._tensors[self._form.logits_place(len(self._tensors))]
+
+
+def _router_logits_of_sequences(result: RowResult) -> list[tuple[Tensor, ...]]:
+    return list(zip(*map(result.unpacked, result.router_logits), strict=True))

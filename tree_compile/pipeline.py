@@ -95,6 +95,11 @@ class Rewritten:
         return self.output_form.logits_place(len(self.batched))
 
     @property
+    def router_places(self) -> tuple[int, ...]:
+        """Which tensors of the output have the logits of routers."""
+        return self.output_form.router_places(len(self.batched))
+
+    @property
     def has_indexer(self) -> bool:
         """Whether an indexer chooses what tokens see."""
         return any(finding.kind == "indexer" for finding in self.trail.findings)
@@ -202,7 +207,10 @@ def _loss_told(graph_module: fx.GraphModule) -> Iterator[None]:
     except (TokenMixingError, UnknownOpError) as error:
         if not has_number:
             raise
-        hint = "if this makes a loss: return the logits alone, and compute it from out.logprobs or out.logits[i]."
+        hint = (
+            "if this makes a loss: return the logits alone, and compute it from out.logprobs or out.logits[i]; "
+            "one that balances experts: return `router_logits` of each layer for losses.load_balancing(out)."
+        )
         raise type(error)(error.what, where=error.where, why=error.why, hint=hint) from error.__cause__
 
 

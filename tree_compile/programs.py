@@ -63,7 +63,7 @@ class Program:
         if head is not None:
             del batched[place]
         parts = tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True))
-        return RowResult(row, parts, settings, place, head)
+        return RowResult(row, parts, settings, place, self.rewritten.router_places, head)
 
 
 def make_program(plain: PlainModel, backend: str) -> Program:

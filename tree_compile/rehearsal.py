@@ -149,7 +149,7 @@ def _examples(plain: PlainModel) -> Iterator[tuple[Tensor, ...]]:
 def example_of(plain: PlainModel, tokens: int) -> tuple[Tensor, ...]:
     """Inputs `(1, tokens)` whose token ids are small enough for any vocabulary."""
     ids = torch.arange(tokens, device=plain.device)[None] % 2
-    return tuple(ids.clone() for _ in plain.input_names)
+    return plain.shaped([ids.clone() for _ in plain.input_names])
 
 
 def longer_example(plain: PlainModel, tokens: int) -> int:

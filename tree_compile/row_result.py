@@ -24,6 +24,7 @@ class RowResult:
         tensors: `[T, …]` each, in the layout of the row (padding may follow); without the logits where there is a head.
         settings: those of torch that the call was made under.
         logits_place: place of the logits among the outputs.
+        router_places: places of the logits of routers, one for each layer that has one.
         head: makes the logits; None where they are among the tensors.
     """
 
@@ -31,6 +32,7 @@ class RowResult:
     tensors: tuple[Tensor, ...]
     settings: CallSettings
     logits_place: int
+    router_places: tuple[int, ...] = ()
     head: RowHead | None = None
 
     def __len__(self) -> int:
@@ -45,6 +47,22 @@ class RowResult:
     def parts(self, place: int) -> list[Tensor]:
         """The output at `place`, one part `[len_i, …]` for every sequence of the row, in the order of its ids."""
         return self.unpacked(self.tensor(place))
+
+    @property
+    def router_logits(self) -> list[Tensor]:
+        """The logits of every router over its experts, `[T, experts]` each; padding may follow.
+
+        Raises:
+            OutputError: the model does not return them.
+        """
+        found = [self.tensor(place) for place in self.router_places]
+        if not found or any(logits.dim() != 2 or not logits.is_floating_point() for logits in found):
+            raise OutputError(
+                "The model's output has no logits of routers.",
+                why="they are its entry or attribute `router_logits`, one tensor [T, experts] for each layer.",
+                hint="for a model of transformers: treecompile(model, forward_kwargs={'output_router_logits': True}).",
+            )
+        return found
 
     @property
     def states(self) -> States:

@@ -27,11 +27,15 @@ from tree_compile.foreign import plain_checkpoints
 from tree_compile.modes import evaluation, without_dropout
 from tree_compile.output import TreeOutput
 from tree_compile.programs import Program, make_program
+from tree_compile.replay import Routing
 from tree_compile.row_result import RowResult
 from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.recordings import ROUTED
 from tree_compile.runtime.row import Row
+from tree_compile.runtime.samples import Sample
+from tree_compile.runtime.sequences import Sequences
 from tree_compile.ties import ties_of
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
@@ -211,7 +215,7 @@ def self_check(plain: PlainModel, program: Program) -> None:
     Raises:
         SelfCheckError: they differ by more than rounding.
     """
-    plan = plan_rows(small_tree(program, plain.input_names), min_shared_tokens=1)
+    plan = plan_rows(small_tree(program, plain), min_shared_tokens=1)
     report = compare(plain, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(plain.model)))
     if not report.ok:
         raise _differs(report)
@@ -231,7 +235,7 @@ def _differs(report: CheckReport) -> SelfCheckError:
     )
 
 
-def small_tree(program: Program, input_names: Sequence[str]) -> dict[str, list[list[int]]]:
+def small_tree(program: Program, plain: PlainModel) -> Sequences:
     """A few dozen random tokens as a tree; more where an indexer might choose among them.
 
     It has branches at several depths, segments of one token, a sequence that is a prefix of another, and two roots.
@@ -243,4 +247,15 @@ def small_tree(program: Program, input_names: Sequence[str]) -> dict[str, list[l
     paths = [trunk + branch + tails[0], trunk + branch + tails[1], trunk + tails[2], trunk[:4], tails[3], trunk[:1]]
     limit = max(1, min((limit.tokens for limit in program.rewritten.limits), default=1 << 30))
     tokens = [path[:limit] for path in paths]
-    return {name: tokens if place == 0 else [[0] * len(t) for t in tokens] for place, name in enumerate(input_names)}
+    if ROUTED in plain.input_names:
+        return _with_experts(tokens, plain.routing, random)
+    names = enumerate(plain.input_names)
+    return {name: tokens if place == 0 else [[0] * len(t) for t in tokens] for place, name in names}
+
+
+def _with_experts(sequences: Sequence[Sequence[int]], routing: Routing, random: np.random.Generator) -> list[Sample]:
+    """Sequences with random experts, which are the same where sequences share tokens."""
+    layers, top_k = routing.shape
+    choices = random.random((97, layers, routing.experts)).argsort(-1)[..., :top_k]
+    places = [(7 * np.arange(len(tokens)) + tokens) % len(choices) for tokens in sequences]
+    return [Sample(tokens, routed_experts=choices[own]) for tokens, own in zip(sequences, places, strict=True)]

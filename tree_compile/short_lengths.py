@@ -22,6 +22,9 @@ from tree_compile.errors import CaptureError, RefusedModelError
 from tree_compile.failures import of_the_model_alone
 from tree_compile.foreign import plain_checkpoints
 from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.recordings import ROUTED
+from tree_compile.runtime.samples import Sample
+from tree_compile.runtime.sequences import Sequences
 from tree_compile.ties import ties_of
 from tree_compile.trials import numbers_at_one, trials
 from tree_compile.unpacked import PlainModel, own_autocast_cache
@@ -76,7 +79,8 @@ class _Sides:
 
     def _beside_zeros(self, tokens: Tensor) -> tuple[Tensor, ...]:
         others = len(self._plain.input_names) - 1
-        return (tokens.to(self._plain.device), *(torch.zeros_like(tokens, device=self._plain.device),) * others)
+        zeros = torch.zeros_like(tokens, device=self._plain.device)
+        return self._plain.shaped([tokens.to(self._plain.device), *[zeros] * others])
 
     def _same(self, values: tuple[Tensor, ...]) -> bool:
         parameters = smallest_parameters(trained_parameters(self._plain.model))
@@ -93,11 +97,16 @@ class _Sides:
         return relative_difference([found], [expected]) <= GRADIENT_ROUNDING * self._allowed
 
     def _in_row(self, values: tuple[Tensor, ...]) -> list[Tensor]:
-        inputs = {name: value.tolist() for name, value in zip(self._plain.input_names, values, strict=True)}
-        (row,) = plan_rows(inputs, min_shared_tokens=1).rows
+        (row,) = plan_rows(self._sequences(values), min_shared_tokens=1).rows
         rewritten, length = self._rewritten, values[0].shape[1]
         results = rewritten.graph_module(*rewritten.inputs(row, self._plain.device))
         return [part[:length] for part in rewritten.without_batch(results)]
+
+    def _sequences(self, values: tuple[Tensor, ...]) -> Sequences:
+        named = dict(zip(self._plain.input_names, values, strict=True))
+        if ROUTED in named:
+            return [Sample(values[0][0], routed_experts=named[ROUTED][0])]
+        return {name: value.tolist() for name, value in named.items()}
 
     def _alone(self, values: tuple[Tensor, ...]) -> list[Tensor]:
         with ties_of(self._rewritten, values[0].shape[1]), of_the_model_alone():

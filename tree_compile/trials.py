@@ -115,11 +115,11 @@ def trials(
     yield _plainest(plain, tokens)
     drawn = [[torch.randint(size or 2, (tokens,), generator=generator) for size in sizes] for _ in range(_DRAWS)]
     for values in (*drawn, *_of_numbers(numbers, sizes, tokens)):
-        yield tuple(value[None].to(plain.device) for value in values)
+        yield plain.shaped([value[None].to(plain.device) for value in values])
 
 
 def _plainest(plain: PlainModel, tokens: int) -> tuple[Tensor, ...]:
-    return tuple((torch.arange(tokens, device=plain.device) % 2)[None] for _ in plain.input_names)
+    return plain.shaped([(torch.arange(tokens, device=plain.device) % 2)[None] for _ in plain.input_names])
 
 
 def _of_numbers(numbers: Sequence[int], sizes: Sequence[int | None], tokens: int) -> Iterator[list[Tensor]]:

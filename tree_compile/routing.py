@@ -1,0 +1,112 @@
+"""What routers do with the tokens of a batch: how many go to each expert, and the loss that evens it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tree_compile.errors import OutputError
+from tree_compile.output import TreeOutput
+from tree_compile.row_result import RowResult
+from tree_compile.runtime.counts import count_of
+
+__all__ = ["expert_counts", "load_balancing"]
+
+
+def expert_counts(out: TreeOutput, *, top_k: int) -> Tensor:
+    """How many tokens of all sequences of `out` have an expert among the `top_k` of the greatest logits.
+
+    A token counts once for every sequence through it. Those of rows, of calls and of ranks add up.
+
+    Args:
+        out: of sequences or samples; its model returns `router_logits`.
+        top_k: how many experts a token goes to.
+
+    Returns:
+        int64 [layers, experts], for the layers that have a router.
+
+    Raises:
+        OutputError: the model does not return the logits of its routers.
+        ValueError: `top_k` is not between 1 and the number of experts.
+    """
+    return torch.stack([_counts(result, top_k) for result in out.row_results]).sum(0)
+
+
+def load_balancing(out: TreeOutput, *, top_k: int, counts: Tensor | None = None) -> Tensor:
+    """Load balancing between experts (Switch Transformers, Fedus et al., arXiv 2101.03961, eq. 4 to 6).
+
+    E sum_e f_e P_e for E experts, where f_e is the number of a token's `top_k` experts that are e, and P_e the
+    softmax of the router's logits at e, each the mean over all tokens of all sequences and over all layers: what
+    `load_balancing_loss_func` of transformers computes of the logits of all sequences, one after the other. The first
+    tokens of sequences count as all others do, whatever `trainable` says. No gradient goes through f_e.
+
+    A product of two means over the whole batch is no sum over its rows. Where `out` is a part of the batch, pass the
+    `counts` over all of it; then the losses of the parts add up to that of the batch, and so do their gradients:
+
+        with torch.no_grad():
+            counts = sum(losses.expert_counts(out, top_k=2) for out in tree_model.rows(plan))
+        for out in tree_model.rows(plan):
+            losses.load_balancing(out, top_k=2, counts=counts).backward()
+
+    Args:
+        out: of sequences or samples; its model returns `router_logits`.
+        top_k: how many experts a token goes to.
+        counts: those of `expert_counts`, int64 [layers, experts], of the whole batch.
+
+    Returns:
+        One number, float32 at least.
+
+    Raises:
+        OutputError: the model does not return the logits of its routers, or `out` is a part of a batch and `counts`
+            are left out.
+        ValueError: `top_k` is not between 1 and the number of experts, or `counts` have another shape.
+    """
+    if counts is None:
+        _require_whole_batch(out)
+    own = expert_counts(out, top_k=top_k)
+    counts = own if counts is None else counts.to(own)
+    if counts.shape != own.shape:
+        raise ValueError(f"counts has shape {tuple(counts.shape)}; it must be [layers, experts], {tuple(own.shape)}")
+    probabilities = torch.stack([_probabilities(result) for result in out.row_results]).sum(0)
+    chosen = counts.sum(0).to(probabilities)
+    tokens = chosen.sum() / top_k  # of all layers
+    return counts.shape[1] * (chosen / tokens * (probabilities / tokens)).sum()
+
+
+def _require_whole_batch(out: TreeOutput) -> None:
+    sequences = out.row_results[0].row.batch_sequences
+    if len(out) < sequences:
+        raise OutputError(
+            f"The output has {count_of(len(out), 'sequence')} of a batch of {sequences:,}.",
+            why="balance is a product of two means over the whole batch, so those of its rows do not add up.",
+            hint="pass the sum of losses.expert_counts(out, top_k=…) over all rows as counts=…; or compute all rows in "
+            "one call, tree_model(samples).",
+        )
+
+
+def _counts(result: RowResult, top_k: int) -> Tensor:
+    """Those of one row, int64 [layers, experts]."""
+    counts = []
+    for probabilities, weights in _layers(result):
+        experts = probabilities.shape[1]
+        if not 0 < top_k <= experts:
+            raise ValueError(f"top_k is {top_k!r}; it must be between 1 and the number of experts, {experts}")
+        chosen = probabilities.detach().topk(top_k).indices
+        counts.append(weights.new_zeros(experts).index_add(0, chosen.flatten(), weights.repeat_interleave(top_k)))
+    return torch.stack(counts)
+
+
+def _probabilities(result: RowResult) -> Tensor:
+    """The sum over all layers and all tokens of the sequences of one row, [experts]."""
+    # No product of matrices, which autocast would round.
+    return torch.stack([(weights[:, None] * own).sum(0) for own, weights in _layers(result)]).sum(0)
+
+
+def _layers(result: RowResult) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each router its probabilities [T, experts], and through how many sequences each token is, int64 [T]."""
+    through = torch.from_numpy(result.row.sequences_through)
+    for logits in result.router_logits:
+        own = logits[: len(through)]
+        yield own.softmax(-1, torch.promote_types(own.dtype, torch.float32)), through.to(own.device)

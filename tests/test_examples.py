@@ -43,6 +43,13 @@ def test_preferences_are_learned(run):
     assert numbers(r"accuracy (\d+)%", printed)[-1] > 80
 
 
+def test_trainer_writes_a_model_that_transformers_reads(run, tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs the package accelerate")
+    printed = run("trainer.py", "--steps", "1", "--backend", "eager", "--folder", str(tmp_path / "trained"))
+    assert "read again" in printed
+    assert numbers(r"'eval_loss': '([\d.]+)'", printed)[0] < numbers(r"'loss': '([\d.]+)'", printed)[0]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_example_says_how_it_is_run(path):
     assert f"`python examples/{path.name}`" in path.read_text("utf-8").split('"""')[1]

@@ -50,6 +50,13 @@ def test_trainer_writes_a_model_that_transformers_reads(run, tmp_path):
     assert numbers(r"'eval_loss': '([\d.]+)'", printed)[0] < numbers(r"'loss': '([\d.]+)'", printed)[0]
 
 
+def test_trl_trains_with_a_tree_model(run):
+    pytest.importorskip("trl", reason="the example needs the package trl")
+    printed = run("trl_grpo.py", "--steps", "3", "--backend", "eager")
+    assert all(value > 0 for value in numbers(r"'grad_norm': '([\d.]+)'", printed))
+    assert len(numbers(r"'reward': '([\d.]+)'", printed)) == 3
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_example_says_how_it_is_run(path):
     assert f"`python examples/{path.name}`" in path.read_text("utf-8").split('"""')[1]

@@ -13,9 +13,9 @@ from tree_compile.runtime.counts import a_kind, count_of
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
-__all__ = ["check_share", "mask_of", "shared_at_most"]
+__all__ = ["SHARES", "check_share", "mask_of", "shared_at_most"]
 
-_SHARES = ("all", "context")
+SHARES = ("all", "context")
 _WHY = "it says of each token whether it is trained on."
 _HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
@@ -26,7 +26,7 @@ def check_share(share: str, trainable: object) -> None:
     Raises:
         ValueError: `share` is unknown, or `trainable` is given with another one than "context", or missing with that.
     """
-    check_choice("share", share, _SHARES)
+    check_choice("share", share, SHARES)
     if share == "context" and trainable is None:
         raise ValueError('trainable is None; it must be one value per token where share is "context"')
     if share == "all" and trainable is not None:

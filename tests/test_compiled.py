@@ -55,6 +55,16 @@ def test_new_trees_and_row_lengths_compile_nothing_after_two_steps(model_type: s
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+def test_model_is_captured_once_though_its_parameters_are_marked_by_dynamo() -> None:
+    model = tiny_model("llama")
+    tree_model = treecompile(model, min_shared_tokens=1, self_check=False)
+    step(tree_model, random_sequences(0, 128))
+    (kept,) = tree_model._programs.values()
+    assert any(name.startswith("_dynamo") for parameter in model.parameters() for name in vars(parameter))
+    step(tree_model, random_sequences(1, 128))
+    assert list(tree_model._programs.values()) == [kept]
+
+
 def test_blocks_of_the_same_form_share_their_code() -> None:
     model = Dense(DenseConfig(vocab_size=128, width=32, layers=6, heads=2, kv_heads=1, hidden=48))
     tree_model = treecompile(model, self_check=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tree_compile.api import TreeModel, treecompile
+    from tree_compile.collate import treecompile_collate
     from tree_compile.errors import TreeCompileError
     from tree_compile.runtime.estimate import estimate
     from tree_compile.runtime.plan import Plan
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan", "Planner", "Row", "Sample", "TreeCompileError", "TreeModel", "__version__", "estimate", "plan_rows",
-    "treecompile",
+    "treecompile", "treecompile_collate",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOME = {
     "estimate": "tree_compile.runtime.estimate",
     "plan_rows": "tree_compile.runtime.planning",
     "treecompile": "tree_compile.api",
+    "treecompile_collate": "tree_compile.collate",
 }
 
 

@@ -63,6 +63,9 @@ def behind(value: Any) -> Any:
         return None
 
 
+_MARK_OF_DYNAMO = "_dynamo_"
+
+
 def of_tensor(tensor: Tensor) -> Hashable:
     """Also tells of writes; of one through `.data` only where it brings other memory."""
     version = None if tensor.is_inference() else tensor._version
@@ -74,7 +77,12 @@ def of_any_values(tensor: Tensor) -> Hashable:
     """What code can ask of a tensor, whatever its values are; of what was set on it, the plain values."""
     form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
     strides = tensor.stride() if tensor.layout is torch.strided else None
-    set_on_it = ((name, type(found), repr(found)) for name, found in vars(tensor).items() if type(found) in _NUMBERS)
+    set_on_it = (
+        (name, type(found), repr(found))
+        for name, found in vars(tensor).items()
+        # torch.compile leaves such marks on parameters when it has compiled something that reads them.
+        if type(found) in _NUMBERS and not name.startswith(_MARK_OF_DYNAMO)
+    )
     return *form, strides, *set_on_it
 
 

@@ -1,0 +1,187 @@
+"""Batches that the workers of a DataLoader plan, so that the training process waits for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tree_compile.errors import PayloadError
+from tree_compile.runtime.contexts import SHARES
+from tree_compile.runtime.counts import a_kind
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.plan import Plan
+from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.samples import Sample
+from tree_compile.runtime.sequences import TOKENS, TokenSequence, as_array
+
+__all__ = ["Collate", "Element", "PlannedBatch", "treecompile_collate"]
+
+Element: TypeAlias = "Sample | TokenSequence | Mapping[str, Any] | Sequence[Sample | Mapping[str, Any]]"
+
+TRAINABLE = "trainable"
+LABELS = "labels"
+IGNORED_LABEL = -100
+
+
+class PlannedBatch(Plan):
+    """A plan that takes its sequences and samples along when it is sent to another process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"rows": self.rows}
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Elements of a dataset -> a planned batch. Made by `treecompile_collate`, which says what elements are.
+
+    Attributes:
+        plan_options: keyword arguments of `plan_rows`.
+        trainable: the column that says of each token whether it is trained on.
+    """
+
+    plan_options: Mapping[str, Any]
+    trainable: str
+
+    def __call__(self, elements: Sequence[Element]) -> PlannedBatch:
+        """Plans a batch.
+
+        Raises:
+            InputError: a sample is not usable; it is named by its number in the batch.
+        """
+        samples = [_sample(given, number, self.trainable) for number, given in enumerate(_one_by_one(elements))]
+        plan = plan_rows(samples, **self.plan_options)
+        return PlannedBatch(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+
+
+def treecompile_collate(
+    row_tokens: int | None = None,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
+    objective: str = "rows",
+    pad_rows: bool = False,
+    *,
+    share: str = "all",
+    trainable: str = TRAINABLE,
+    plan_seconds: float = PLAN_SECONDS,
+    plan_attempts: int | None = None,
+) -> Collate:
+    """Makes the `collate_fn` of a `torch.utils.data.DataLoader`: it plans the rows of each batch, in a worker if any.
+
+        loader = DataLoader(samples, batch_size=64, num_workers=2, collate_fn=treecompile_collate(row_tokens=32_768))
+        for planned in loader:
+            for out in tree_model.rows(planned):
+                losses.sft(out, normaliser="per_token").backward()
+
+    What it gives is a `Plan` of samples: `tree_model(planned)`, `planned.packed_tokens` and the like work, after it was
+    sent by a worker, too. Its rows are computed as they are, so these options hold, and not those of `treecompile`.
+
+    An element of the dataset is a `Sample`; or tokens alone, [len], all trained on; or a dict with "input_ids" [len],
+    as Hugging Face's datasets have. Of a dict, the column `trainable` says what is trained on, or where there is none
+    "labels", that are -100 elsewhere; all other columns are payloads. An "attention_mask" of ones, "position_ids" that
+    count from 0 and "token_type_ids" of zeros say nothing, and are left out. Or an element is a list of samples or
+    dicts, as all attempts at one task, or both sides of a preference: then a batch holds them together.
+
+    Args:
+        row_tokens: as in `plan_rows`, like all but `trainable`.
+        min_shared_tokens: shared prefixes shorter than this are computed for each sequence.
+        objective: "rows" or "tokens".
+        pad_rows: fill every row up to `row_tokens`.
+        share: "all" or "context".
+        trainable: the name of the column of a dict that has one value per token, not 0 where it is trained on:
+            "completion_mask" or "assistant_masks" in datasets made for TRL.
+        plan_seconds: how long rows are improved.
+        plan_attempts: improve for so many attempts instead, which gives the same rows in every process.
+
+    Raises:
+        ValueError: an option has no meaning.
+    """
+    check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
+    check_choice("share", share, SHARES)
+    options = {
+        "row_tokens": row_tokens,
+        "min_shared_tokens": min_shared_tokens,
+        "objective": objective,
+        "pad_rows": pad_rows,
+        "share": share,
+        "plan_seconds": plan_seconds,
+        "plan_attempts": plan_attempts,
+    }
+    return Collate(options, trainable)
+
+
+def _one_by_one(elements: Iterable[Any]) -> Iterator[Any]:
+    """The samples of all elements, those of lists of samples among them."""
+    for element in elements:
+        is_list = isinstance(element, Sequence) and len(element) > 0 and isinstance(element[0], Sample | Mapping)
+        yield from element if is_list else (element,)
+
+
+def _sample(given: Any, number: int, trainable: str) -> Sample:
+    if isinstance(given, Sample):
+        return given
+    if not isinstance(given, Mapping):
+        return Sample(given)
+    if TOKENS not in given:
+        has = ", ".join(map(repr, given)) or "nothing"
+        raise PayloadError(
+            f"Element {number} is {a_kind(given)} without {TOKENS!r}; it has {has}.",
+            why="nothing says which column the token ids are in.",
+            hint="rename the column: dataset.rename_column('tokens', 'input_ids').",
+        )
+    return _of_columns(dict(given), number, trainable)
+
+
+def _of_columns(columns: dict[str, Any], number: int, trainable: str) -> Sample:
+    tokens = columns.pop(TOKENS)
+    for name in _IMPLIED.keys() & columns.keys():
+        _check_implied(name, columns.pop(name), number)
+    trained = columns.pop(trainable, None)
+    if trained is None and LABELS in columns:
+        trained = _labelled(columns.pop(LABELS), tokens, number)
+    sample = Sample(tokens, trained)
+    # Not as keywords: a column may have the name of an argument.
+    sample.payloads.update(columns)
+    return sample
+
+
+_IMPLIED: dict[str, Callable[[int], NDArray[Any]]] = {
+    "attention_mask": np.ones,
+    "position_ids": np.arange,
+    "token_type_ids": np.zeros,
+}
+"""What may stand in a column that is left out, from the number of its tokens."""
+
+
+def _check_implied(name: str, value: Any, number: int) -> None:
+    found = _integers(value, name, number)
+    if not np.array_equal(found, _IMPLIED[name](len(found))):
+        raise PayloadError(
+            f"{name!r} of element {number} is not that of one sequence without padding.",
+            why="samples go to the model as token ids alone.",
+            hint="take padding off; what the model has to be given goes in as model({'input_ids': [...], …}).",
+        )
+
+
+def _labelled(labels: Any, tokens: Any, number: int) -> NDArray[np.bool_]:
+    """Which tokens have a label, bool [len]."""
+    found, ids = _integers(labels, LABELS, number), _integers(tokens, TOKENS, number)
+    trained: NDArray[np.bool_] = found != IGNORED_LABEL
+    if found.shape == ids.shape and np.array_equal(found[trained], ids[trained]):
+        return trained
+    raise PayloadError(
+        f"'labels' of element {number} are not its own tokens or {IGNORED_LABEL}.",
+        why="losses are of the tokens themselves, and predict each from those before it.",
+        hint="leave labels unshifted; others go in under another name, and are read by out.logprobs_of.",
+    )
+
+
+def _integers(value: Any, name: str, number: int) -> NDArray[Any]:
+    label, why, hint = (
+        f"{name!r} of element {number}",
+        "it has one for every token.",
+        "pass one integer for every token.",
+    )
+    return as_array(value, label, "integers", why, hint)

@@ -302,8 +302,8 @@ def _require_harmless_drift(bias: fx.Node, scores: Scores) -> None:
         raise NoMatch("its bias per key moves with the number of tokens, which its sink does not")
     if bias.meta["val"].dtype.itemsize < torch.float32.itemsize:
         raise NoMatch(
-            "its bias per key is counted from the last token in half precision, where that of a short sequence would be "
-            "rounded as that of the longest one; make it in float32"
+            "its bias per key is counted from the last token in half precision, where that of a short sequence would "
+            "be rounded as that of the longest one; make it in float32"
         )
 
 

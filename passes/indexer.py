@@ -220,6 +220,7 @@ def _heads_of_sum(scores: Roles) -> tuple[Roles, Roles]:
     is_weighed = weighed.target is aten.mul.Tensor and all(map(is_tensor, weighed.args))
     if len(dims) != 1 or not is_weighed or not keeps_numbers(node):
         raise NoMatch("its index scores are a sum, but not over heads that are weighed")
+    _require_same_order(weighed, node)
     if given["keepdim"]:
         names.pop(dims[0])
     names.insert(dims[0], "head")
@@ -254,7 +255,7 @@ def _query_and_key(pairs: Roles) -> tuple[Roles, Roles] | None:
 def _in_order(scores: Roles, statics: StaticValues) -> Roles | None:
     """Scores before a step that keeps their order: another shape or dtype, or a positive factor."""
     if (above := same_numbers(scores)) is not None:
-        _require_range(above.node, scores.node)
+        _require_same_order(above.node, scores.node)
         return above
     if scores.node.target is DETACH:  # a choice has no gradients
         return scores.moved(scores.node.args[0], scores.names)
@@ -264,9 +265,13 @@ def _in_order(scores: Roles, statics: StaticValues) -> Roles | None:
     return None if factor is None else scores.moved(scores.node.args[0], scores.names)
 
 
-def _require_range(before: Any, after: Any) -> None:
-    if after.meta["val"].dtype == torch.float16 != before.meta["val"].dtype:
-        raise NoMatch("its index scores are cast to float16, in which they may all become 0, or infinite")
+def _require_same_order(before: Any, after: Any) -> None:
+    """Refuses a cast to half precision, where many scores are equal: among them the order is that of the keys."""
+    had, has = (torch.finfo(node.meta["val"].dtype) for node in (before, after))
+    if has.bits < torch.finfo(torch.float32).bits and has.dtype != had.dtype:
+        raise NoMatch(
+            f"its index scores are cast from {had.dtype} to {has.dtype}, in which some of them, or all, may become equal"
+        )
 
 
 # The operands of the op

@@ -174,10 +174,10 @@ def grpo_report(rewards, gradient_difference=1e-6):
 @pytest.mark.parametrize(
     ("given", "status"),
     [
-        (grpo_report([0.2] + [0.9] * 199), 0),
-        (grpo_report([0.2] * 200), 1),
+        (grpo_report([0.2] + [0.9] * 299), 0),
+        (grpo_report([0.2] * 300), 1),
         (grpo_report([0.2] * 10), 0),
-        (grpo_report([0.2] + [0.9] * 199, gradient_difference=1e-3), 1),
+        (grpo_report([0.2] + [0.9] * 299, gradient_difference=1e-3), 1),
     ],
     ids=["reached", "not reached", "too few steps to reach it", "gradients differ"],
 )

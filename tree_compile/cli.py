@@ -100,7 +100,7 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     demo = commands.add_parser("demo", parents=[common], help="train a small model both ways", description=text)
     demo.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; bundled ones if left out")
     demo.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
-    demo.add_argument("--steps", type=_at_least(2), metavar="N", help="training steps (default: 3; with --grpo 200)")
+    demo.add_argument("--steps", type=_at_least(2), metavar="N", help="training steps (default: 3; with --grpo 300)")
     help_text = f"most tokens in a row (default: {DEMO_ROW_TOKENS})"
     demo.add_argument("--row-tokens", type=_at_least(1), metavar="N", help=help_text)
     help_text = (

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 _FILL = 10_000.0
 """An equal number on both sides that is as great as this says what is masked, and nothing of the others' size."""
 _LEAST = 1e-3
-"""Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0."""
+"""Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0; in half precision of more."""
 
 GRADIENT_ROUNDING = 10
 """A gradient is a sum of more terms than an output."""
@@ -69,9 +69,14 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def relative(gaps: Sequence[Gap]) -> list[float]:
-    """The difference of each, relative to its own scale."""
-    least = _LEAST * max((one.scale for one in gaps), default=0.0)
+def relative(gaps: Sequence[Gap], rounding: float = 0.0) -> list[float]:
+    """The difference of each, relative to its own scale, or to what may be the rounding of 0 beside the others.
+
+    Args:
+        gaps: of tensors that were computed together.
+        rounding: relative difference that rounding explains.
+    """
+    least = max(_LEAST, rounding) * max((one.scale for one in gaps), default=0.0)
     return [one.difference / max(one.scale, least, 1e-30) for one in gaps]
 
 

@@ -69,7 +69,7 @@ class Rewritten:
         dense: whether a mask without a closed form is written out as T x T.
         carries_state: whether a layer carries a state along the tokens; then those of TREE_INPUTS follow.
         windows: the fields of `WindowTables` that follow then, each with the tokens of its windows.
-        dtypes: the floating-point dtypes that it computes in.
+        dtypes: the floating-point dtypes that it or the captured graph computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
     """
@@ -217,6 +217,8 @@ def _loss_told(graph_module: fx.GraphModule) -> Iterator[None]:
 def _rewrite(captured: Captured, reach: int) -> Rewritten:
     graph_module, trail = captured.graph_module, Trail()
     trail.note("captured", graph_module)
+    # The model's own, too: a softmax in float32 is gone from a rewritten graph, and its rounding is the model's.
+    dtypes = _dtypes(graph_module.graph)
     _run_passes(graph_module, (InlineGradModes(), RefuseBatchNorm(), Functionalize(), MakeByShape()), trail)
     longest = captured.limit.tokens if captured.limit is not None else None
     statics = find_static_values(graph_module, longest, reach)
@@ -240,7 +242,7 @@ def _rewrite(captured: Captured, reach: int) -> Rewritten:
         dense=tables.has_pairs,
         carries_state=carries_state,
         windows=window_inputs(graph_module.graph),
-        dtypes=_dtypes(graph_module.graph),
+        dtypes=dtypes | _dtypes(graph_module.graph),
         random=random,
         trail=trail,
     )

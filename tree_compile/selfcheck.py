@@ -49,8 +49,8 @@ class CheckReport:
 
     Attributes:
         greatest_output_difference: over all outputs, each tensor of an output relative to its greatest number.
-        greatest_gradient_difference: over all parameters, each relative to its greatest gradient; None where no
-            gradients were compared.
+        greatest_gradient_difference: over all parameters, each relative to its greatest gradient, or to what may be the
+            rounding of 0 beside the others; None where no gradients were compared.
         tolerance: what is allowed for outputs.
         worst_parameter: the parameter with the greatest difference of gradients.
         input_tokens, packed_tokens, rows: of the sequences that were compared.
@@ -112,17 +112,18 @@ def compare(
     with torch.inference_mode(False), torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
         alone = _unpacked_side(plain, plan, program, weights, parameters)
-    worst, gradient_difference = _worst_gradient_of(packed, alone)
+    allowed = tolerance(program.rewritten.dtypes)
+    worst, gradient_difference = _worst_gradient_of(packed, alone, allowed)
     return CheckReport(
-        relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(program.rewritten.dtypes),
-        worst, plan.input_tokens, plan.packed_tokens, len(plan.rows), alone.ties,
+        relative_difference(packed.outputs, alone.outputs), gradient_difference, allowed, worst,
+        plan.input_tokens, plan.packed_tokens, len(plan.rows), alone.ties,
     )  # fmt: skip
 
 
-def _worst_gradient_of(packed: _Side, alone: _Side) -> tuple[str, float | None]:
+def _worst_gradient_of(packed: _Side, alone: _Side, rounding: float) -> tuple[str, float | None]:
     """As `worst_gradient`; None where neither side's outputs depend on the parameters."""
     expected = alone.gradients or {name: torch.zeros_like(found) for name, found in packed.gradients.items()}
-    return worst_gradient(packed.gradients, expected) if expected else ("", None)
+    return worst_gradient(packed.gradients, expected, rounding) if expected else ("", None)
 
 
 @dataclass
@@ -172,10 +173,12 @@ def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: to
     return [torch.from_numpy(row.inputs[name][path].astype(np.int64))[None].to(device) for name in names]
 
 
-def worst_gradient(packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient differs most, relative to its own greatest entry; and by how much."""
+def worst_gradient(
+    packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor], rounding: float = 0.0
+) -> tuple[str, float]:
+    """The parameter whose gradient differs most, as `relative` says; and by how much."""
     gaps = [gap(packed.get(name, torch.zeros_like(gradient)), gradient) for name, gradient in unpacked.items()]
-    found = dict(zip(unpacked, relative(gaps), strict=True))
+    found = dict(zip(unpacked, relative(gaps, rounding), strict=True))
     worst = max(found, key=found.__getitem__, default="")
     return (worst, found[worst]) if found.get(worst) else ("", 0.0)
 

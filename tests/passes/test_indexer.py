@@ -374,6 +374,24 @@ def made_zero_step_by_step(scores: Tensor) -> Tensor:
     return filled((scores * 1e-12 * 1e-12 * 1e-12 * 1e-12).float())
 
 
+def rounded(scores: Tensor) -> Tensor:
+    return scores.bfloat16().masked_fill(later(scores.shape[-1]), -torch.inf)
+
+
+def rounded_and_back(scores: Tensor) -> Tensor:
+    return scores.bfloat16().to(scores.dtype).masked_fill(later(scores.shape[-1]), -torch.inf)
+
+
+def rounded_pairs(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = torch.matmul(query, key.mT.unsqueeze(1)).relu().bfloat16().to(weights.dtype)
+    return (pairs * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def rounded_before_the_sum(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    weighed = torch.matmul(query, key.mT.unsqueeze(1)).relu() * weights.unsqueeze(-1)
+    return weighed.sum(dim=2, dtype=torch.bfloat16).to(weights.dtype)
+
+
 def pairs_in_half_precision(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     pairs = (torch.matmul(query, key.mT.unsqueeze(1)) * 1e-9).half().relu()
     return (pairs.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=2)
@@ -522,9 +540,13 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "number_over_scores": (Form(mask=number_over_scores), "come from aten::reciprocal"),
     "mask_added_in_part": (Form(mask=mask_added_in_part), "come from aten::add"),
     "as_many_as_a_tenth": (Form(choose=as_many_as_a_tenth), "its indexer chooses Min"),
-    "in_half_precision": (Form(mask=in_half_precision), "cast to float16"),
-    "small_in_half_precision": (Form(mask=small_in_half_precision), "cast to float16"),
-    "pairs_in_half_precision": (Form(scores=pairs_in_half_precision), "cast to float16"),
+    "in_half_precision": (Form(mask=in_half_precision), "cast from float64 to float16"),
+    "small_in_half_precision": (Form(mask=small_in_half_precision), "cast from float64 to float16"),
+    "rounded": (Form(mask=rounded), "cast from float64 to bfloat16"),
+    "rounded_and_back": (Form(mask=rounded_and_back), "cast from float64 to bfloat16"),
+    "rounded_pairs": (Form(scores=rounded_pairs), "cast from float64 to bfloat16"),
+    "rounded_before_the_sum": (Form(scores=rounded_before_the_sum), "cast from float64 to bfloat16"),
+    "pairs_in_half_precision": (Form(scores=pairs_in_half_precision), "cast from float64 to float16"),
     "made_zero_step_by_step": (Form(mask=made_zero_step_by_step), "make them all 0"),
     "more_and_more": (Form(choose=more_and_more), "its indexer chooses Min"),
     "none_at_all": (Form(choose=none_at_all), "its indexer chooses 0 keys"),

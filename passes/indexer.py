@@ -270,7 +270,7 @@ def _require_same_order(before: Any, after: Any) -> None:
     had, has = (torch.finfo(node.meta["val"].dtype) for node in (before, after))
     if has.bits < torch.finfo(torch.float32).bits and has.dtype != had.dtype:
         raise NoMatch(
-            f"its index scores are cast from {had.dtype} to {has.dtype}, in which some of them, or all, may become equal"
+            f"its index scores are cast from {had.dtype} to {has.dtype}, in which some, or all, may become equal"
         )
 
 

@@ -64,6 +64,25 @@ def test_gradient_checkpointing_of_transformers_keeps_what_is_kept_without_it() 
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
 
 
+def test_hooks_around_the_first_call_see_the_tensors_of_the_row_alone() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.data_ptr())  # a tensor without values, as a capture has, has none
+        return tensor
+
+    tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
+    for count in (1, 2):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = tree_model(SEQUENCES[:2])
+        if count == 1:
+            first = len(seen)
+        out.logits[0].sum().backward()
+    assert first > 0
+    assert len(seen) == 2 * first
+
+
 class Drops(nn.Module):
     """Attends, and drops half of the features of every token."""
 

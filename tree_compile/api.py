@@ -20,7 +20,7 @@ from tree_compile.calls import (
 )
 from tree_compile.comparison import trained_parameters
 from tree_compile.explain import Explanation, explain
-from tree_compile.modes import evaluation
+from tree_compile.modes import evaluation, without_hooks_on_saved_tensors
 from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
 from tree_compile.programs import BACKENDS, Program, make_program, prove_further
@@ -243,7 +243,7 @@ class TreeModel(nn.Module):
 
     def _program(self, input_names: tuple[str, ...], rows: Sequence[Row] = ()) -> Program:
         """The program for the model as it is now, and for the sequences of `rows`."""
-        with self._making:
+        with self._making, without_hooks_on_saved_tensors():
             plain, longest = self._plain(input_names), _longest(rows)
             check_recordings(rows, plain)
             place = self._current(plain)

@@ -1,4 +1,4 @@
-"""A model in another mode for a while."""
+"""A model, or torch around it, in another mode for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from tree_compile.patches import replaced
@@ -39,4 +41,18 @@ def without_dropout() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _DROPOUTS:
             stack.enter_context(replaced(functional, name, keep))
+        yield
+
+
+@contextmanager
+def without_hooks_on_saved_tensors() -> Iterator[None]:
+    """Hooks that a caller has put around are not called: a capture has tensors without values."""
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with ExitStack() as stack:
+        # Only where there are any: compiled code is compiled again for hooks.
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            stack.enter_context(saved_tensors_hooks(same, same))
         yield

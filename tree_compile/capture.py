@@ -77,11 +77,21 @@ class OutputForm:
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def logits_place(self, count: int) -> int:
-        """Which of `count` tensors has the logits: the entry or attribute `logits`, else the first."""
-        places = self.build(range(count))
+    def logits_place(self, count: int) -> int | None:
+        """Which of `count` tensors has the logits: the first, or of an output with names that of the name `logits`.
+
+        Returns:
+            None where none of the names is that of logits.
+        """
+        places = self.build([_Place(place) for place in range(count)])
+        if isinstance(places, _Place | list) or type(places) is tuple:
+            return 0
         found = places.get("logits") if isinstance(places, Mapping) else getattr(places, "logits", None)
-        return found if isinstance(found, int) else 0
+        return found if isinstance(found, _Place) else None
+
+
+class _Place(int):
+    """A tensor's place, which no constant of an output is taken for."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ def capture(plain: PlainModel, example: tuple[Tensor, ...], *, compares: bool = 
     if short is None and same(1) is False and same(tokens):
         control_flow = control_flow or branches_on_one_token(line_of_forward(plain.model))
     graph_module = _under_own_names(exported, plain.input_names)
-    return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)
+    return Captured(graph_module, output_form, limit, tokens, short, control_flow)
 
 
 def _unknown(_tokens: int) -> bool | None:

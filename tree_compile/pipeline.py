@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tree_compile.arguments import LOSS_HINT
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.foreign import without_gradients_of_embeddings
@@ -90,8 +91,8 @@ class Rewritten:
     trail: Trail
 
     @property
-    def logits_place(self) -> int:
-        """Which tensor of the output has the logits."""
+    def logits_place(self) -> int | None:
+        """Which tensor of the output has the logits; None where it has names, and none of them is that of logits."""
         return self.output_form.logits_place(len(self.batched))
 
     @property
@@ -202,7 +203,7 @@ def _loss_told(graph_module: fx.GraphModule) -> Iterator[None]:
     except (TokenMixingError, UnknownOpError) as error:
         if not has_number:
             raise
-        hint = "if this makes a loss: return the logits alone, and compute it from out.logprobs or out.logits[i]."
+        hint = f"if this makes a loss: return the logits alone, and {LOSS_HINT}."
         raise type(error)(error.what, where=error.where, why=error.why, hint=hint) from error.__cause__
 
 

@@ -48,7 +48,11 @@ from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 CAPTURING = threading.RLock()
-"""Held by what changes torch for a while, and by the thread that loads the planner."""
+"""Held by what changes torch for a while, and by the thread that loads the planner.
+
+A capture takes it before the lock of `patches`. So does a fork, whose hooks run in the reverse order of their
+registration: `patches` is imported, and its lock registered, before this one.
+"""
 free_in_forks(CAPTURING)
 _LONGEST_EXAMPLE = 4_096
 
@@ -104,9 +108,15 @@ class Rewritten:
         """The arguments of the graph for one row."""
         return graph_inputs(row, device, carries_state=self.carries_state, windows=self.windows)
 
-    def without_batch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The graph's results, or the model's, without their batch dimension of size one."""
-        return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, self.batched, strict=True)]
+    def without_batch(self, tensors: Sequence[Tensor], left_out: int | None = None) -> list[Tensor]:
+        """The graph's results, or the model's, without their batch dimension of size one.
+
+        Args:
+            tensors: the results.
+            left_out: place of one that is not among them; None where they are all there.
+        """
+        batched = [batch for place, batch in enumerate(self.batched) if place != left_out]
+        return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, batched, strict=True)]
 
 
 def rewrite_model(plain: PlainModel, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:

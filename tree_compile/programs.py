@@ -59,11 +59,9 @@ class Program:
     def _result(
         self, row: Row, tensors: tuple[Tensor, ...], settings: CallSettings, head: RowHead | None = None
     ) -> RowResult:
-        place, batched = self.rewritten.logits_place, list(self.rewritten.batched)
-        if head is not None and place is not None:
-            del batched[place]
-        parts = tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True))
-        return RowResult(row, parts, settings, place, head)
+        place = self.rewritten.logits_place
+        parts = self.rewritten.without_batch(tensors, None if head is None else place)
+        return RowResult(row, tuple(parts), settings, place, head)
 
 
 def make_program(plain: PlainModel, backend: str) -> Program:

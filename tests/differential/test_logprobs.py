@@ -387,6 +387,26 @@ def test_no_change_of_the_head_goes_unseen(change, asked_before) -> None:
         out.entropy[0]
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda out: out.logits,
+        lambda out: out.hidden,
+        lambda out: out.logprobs,
+        lambda out: out.trained_logprobs,
+        lambda out: out.entropy,
+        lambda out: out.topk(2),
+        lambda out: out.logprobs_of([sequence[1:] for sequence in SEQUENCES]),
+    ],
+)
+def test_head_is_compared_with_that_of_the_call_once_for_what_is_asked_of_a_row(ask, monkeypatch) -> None:
+    plan = plan_rows(list(map(Sample, SEQUENCES)), 6, min_shared_tokens=1)
+    out, compared, are_unchanged = tree_model_of("llama")(plan), [], Marks.are_unchanged
+    monkeypatch.setattr(Marks, "are_unchanged", lambda marks: compared.append(marks) or are_unchanged(marks))
+    assert len(list(ask(out))) == len(SEQUENCES)
+    assert len(compared) == len(plan.rows) > 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.bool])
 @pytest.mark.parametrize("size", [3, 8])
 def test_change_through_data_is_seen_in_every_type(dtype: torch.dtype, size: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -11,14 +10,16 @@ from torch import fx
 from torch._ops import OpOverload
 
 from tree_compile.passes.draws import draws
+from tree_compile.passes.nodes import ancestors, operator_of
+from tree_compile.passes.operators import FULL, ONES, ZEROS
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_symbol
-from tree_compile.runtime.autocast import without_autocast
 
 aten = torch.ops.aten
 _PRODUCTS = {
     aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
     aten.einsum.default,
 }  # fmt: skip
+_FILLED = {*ONES, *ZEROS, *FULL}
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,17 @@ def find_head(graph: fx.Graph, logits: fx.Node) -> Head | None:
             return None
         above.remove(node)
         inside.add(node)
-        has_product |= _operator(node) in _PRODUCTS
+        has_product |= operator_of(node) in _PRODUCTS
         if any(is_size(source) and size_expression(source.meta["val"]) != symbol for source in node.all_input_nodes):
             return None
         above |= {source for source in node.all_input_nodes if _has_tokens(source, symbol)}
     (hidden,) = above
     if not (_is_by_token(hidden, symbol) and _is_by_token(logits, symbol)):
         return None
+    if _reads_tokens({source for node in inside for source in node.all_input_nodes} - inside - {hidden}):
+        return None
     # What goes around the product is a block, as that of a model without a head.
-    if any(_operator(user) not in _PRODUCTS for user in hidden.users if user in inside):
+    if any(operator_of(user) not in _PRODUCTS for user in hidden.users if user in inside):
         return None
     return Head(hidden, logits, tuple(sorted(inside, key=places.__getitem__)))
 
@@ -70,11 +73,20 @@ def find_head(graph: fx.Graph, logits: fx.Node) -> Head | None:
 def _can_be_cut_off(node: fx.Node, inside: set[fx.Node], logits: fx.Node) -> bool:
     users = set(node.users) - inside
     is_used_elsewhere = any(user.op != "output" for user in users) if node is logits else bool(users)
-    return isinstance(_operator(node), OpOverload) and is_tensor(node) and not is_used_elsewhere and not draws(node)
+    return isinstance(operator_of(node), OpOverload) and is_tensor(node) and not is_used_elsewhere and not draws(node)
 
 
-def _operator(node: fx.Node) -> Any:
-    return node.args[1] if node.target is without_autocast else node.target
+def _reads_tokens(nodes: set[fx.Node]) -> bool:
+    """Whether a tensor without T among its sizes is made of tokens, as chosen rows and counts are.
+
+    A head computes with the whole of it, for some of the tokens that it is made of.
+    """
+    tensors = {node for node in nodes if is_tensor(node)}
+    return any(node.op == "placeholder" for node in ancestors(tensors, ends=_reads_no_values))
+
+
+def _reads_no_values(node: fx.Node) -> bool:
+    return is_size(node) or operator_of(node) in _FILLED
 
 
 def _has_tokens(node: fx.Node, symbol: sympy.Symbol) -> bool:

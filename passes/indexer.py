@@ -17,15 +17,24 @@ from tree_compile.passes.masks import Mask, NoMatch, read_masks
 from tree_compile.passes.nodes import arguments, shown_name
 from tree_compile.passes.operators import DETACH, FILLS, WHERES
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
-from tree_compile.passes.roles import Roles, factor_of, laid_out, product, same_numbers, sizes_of, with_roles
+from tree_compile.passes.roles import (
+    GREATEST_FACTOR,
+    Roles,
+    factor_of,
+    laid_out,
+    product,
+    same_numbers,
+    sizes_of,
+    with_roles,
+)
 from tree_compile.passes.shapes import in_dtype, is_tensor, keeps_numbers, shape_of, size_expression, sizes
 from tree_compile.passes.static_values import Pair, StaticValues
 
 aten = torch.ops.aten
 _NEVER_CHOSEN = -1.0e30
 """Index scores are sums of products: a key that is hidden by less than this might be chosen before one that is not."""
-_GREATEST_FACTOR, _GREATEST_FACTOR_IN_HALF = 1e12, 1e3
-"""Scores times factors beyond these, or beyond their inverses, may all become equal: 0, or infinite."""
+_GREATEST_FACTOR_IN_HALF = 1e3
+"""As GREATEST_FACTOR, in float16: scores may all become equal, 0 or infinite."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ def _read_masks(scores: Roles, statics: StaticValues) -> tuple[Roles, tuple[Mask
 
 
 def _require_in_range(factor: float, node: Any) -> None:
-    most = _GREATEST_FACTOR_IN_HALF if node.meta["val"].dtype == torch.float16 else _GREATEST_FACTOR
+    most = _GREATEST_FACTOR_IN_HALF if node.meta["val"].dtype == torch.float16 else GREATEST_FACTOR
     if not 1.0 / most <= abs(factor) <= most:
         raise NoMatch("its index scores are multiplied by numbers that may make them all 0, or infinite")
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from tree_compile.runtime.autocast import without_autocast
+
 
 def operator_name(node: fx.Node) -> str:
     """What an operator or a function is looked up by: `add` for every overload of `aten::add`; "" for no call."""
@@ -25,16 +27,24 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "") if schema is None else schema.name)
 
 
+def operator_of(node: fx.Node) -> Any:
+    """The operator or function that a node calls, also where that is done with autocast switched off."""
+    if node.target is without_autocast:
+        return node.args[1]
+    return node.target
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by the names of its operator's schema, defaults filled in.
 
     A function that has no schema has its keyword arguments here alone.
     """
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(operator_of(node), "_schema", None)
     if schema is None:
         return dict(node.kwargs)
+    args = node.args[2:] if node.target is without_autocast else node.args
     values = {argument.name: argument.default_value for argument in schema.arguments}
-    values |= {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
+    values |= {argument.name: given for argument, given in zip(schema.arguments, args, strict=False)}
     return values | dict(node.kwargs)
 
 

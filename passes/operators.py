@@ -1,4 +1,4 @@
-"""Operators that the readers of a graph know, by what they do to numbers: every such set stands here, and once.
+"""Operators that the readers of a graph know, by what they do to numbers: what several of them ask for stands here.
 
 What is read past one of them has to be checked: a cast by `keeps_numbers`, a slice by the sizes.
 """

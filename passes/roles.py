@@ -17,8 +17,8 @@ from tree_compile.passes.shapes import call, is_full_slice, keeps_numbers, shape
 from tree_compile.passes.static_values import StaticValues
 
 aten = torch.ops.aten
-_LEAST_FACTOR, _GREATEST_FACTOR = 1e-12, 1e12
-"""Numbers times a factor beyond these may all become 0 or infinite, in some dtype."""
+GREATEST_FACTOR = 1e12
+"""Numbers times a factor beyond this, or beyond its inverse, may all become 0 or infinite, in some dtype."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def factor_of(node: Any, statics: StaticValues) -> float | None:
     if not is_division and node.target not in MULTIPLICATIONS:
         return None
     number = number_of(node.args[1], statics)
-    if number is None or not _LEAST_FACTOR <= abs(number) <= _GREATEST_FACTOR:
+    if number is None or not 1.0 / GREATEST_FACTOR <= abs(number) <= GREATEST_FACTOR:
         return None
     return 1.0 / number if is_division else number
 

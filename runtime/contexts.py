@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,60 +13,67 @@ from tree_compile.runtime.counts import a_kind, count_of
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
-__all__ = ["SHARES", "check_share", "mask_of", "shared_at_most"]
+__all__ = ["SHARES", "mask_of", "shared_limits"]
 
 SHARES = ("all", "context")
 _WHY = "it says of each token whether it is trained on."
 _HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
 
-def check_share(share: str, trainable: object) -> None:
-    """Refuses what does not go together.
-
-    Raises:
-        ValueError: `share` is unknown, or `trainable` is given with another one than "context", or missing with that.
-    """
-    check_choice("share", share, SHARES)
-    if share == "context" and trainable is None:
-        raise ValueError('trainable is None; it must be one value per token where share is "context"')
-    if share == "all" and trainable is not None:
-        raise ValueError('share is "all"; it must be "context" where trainable is given')
-
-
-def shared_at_most(batch: Batch, trainable: Any) -> IntArray:
+def shared_limits(batch: Batch, share: str, trainable: Any) -> IntArray | None:
     """Tokens that others may share: those before the one that predicts the first trainable token, int64 [sequences].
 
     Args:
-        batch: the sequences.
-        trainable: per sequence one bool or number per token, not 0 where it is trained on.
+        batch: the sequences; where they are of samples, these say what is trained on.
+        share: "all" or "context".
+        trainable: per sequence one bool or number per token, not 0 where it is trained on; None for what samples say.
+
+    Returns:
+        None where all of them may be shared.
 
     Raises:
         InputError: `trainable` is something else, or does not fit the sequences.
+        ValueError: `share` is unknown, or `trainable` is given with another one than "context", or missing with that.
     """
-    masks = _masks(trainable)
-    if len(masks) != len(batch):
-        raise _misfit(f"trainable is for {count_of(len(masks), 'sequence')}, and the batch has {len(batch)}.")
-    for i, (mask, length) in enumerate(zip(masks, batch.lengths.tolist(), strict=True)):
-        if mask.shape != (length,):
-            raise _misfit(f"trainable does not fit sequence {i}: it is of shape {mask.shape}, not {(length,)}.")
-    first = [int(mask.argmax()) if mask.any() else len(mask) + 1 for mask in masks]
-    return np.maximum(np.array(first) - 1, 0)
+    check_choice("share", share, SHARES)
+    if share == "all":
+        if trainable is not None:
+            raise ValueError('share is "all"; it must be "context" where trainable is given')
+        return None
+    if trainable is None and batch.samples is not None:
+        trainable = [sample.is_trained for sample in batch.samples.all]
+    if trainable is None:
+        raise ValueError('trainable is None; it must be one value per token where share is "context"')
+    # The first token of a sequence has no log-probability, so that no loss reads it.
+    masks = [mask[1:] for mask in _masks(trainable, batch.lengths.tolist())]
+    return np.array([int(mask.argmax()) if mask.any() else len(mask) + 1 for mask in masks])
 
 
-def _masks(trainable: Any) -> list[NDArray[np.bool_]]:
+def _masks(trainable: Any, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
     if not isinstance(trainable, Iterable) or isinstance(trainable, str | bytes):
         what = f"trainable is {a_kind(trainable)}, not a list of one list per sequence."
         raise TokenTypeError(what, why=_WHY, hint=_HINT)
-    return [mask_of(mask, f"trainable of sequence {i}") for i, mask in enumerate(trainable)]
+    given = list(trainable)
+    if len(given) != len(lengths):
+        raise _misfit(f"trainable is for {count_of(len(given), 'sequence')}, and the batch has {len(lengths)}.")
+    pairs = enumerate(zip(given, lengths, strict=True))
+    return [mask_of(mask, f"trainable of sequence {i}", length) for i, (mask, length) in pairs]
 
 
-def mask_of(value: Any, label: str) -> NDArray[np.bool_]:
-    """Which entries of one list, array or tensor on any device are not 0."""
+def mask_of(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
+    """Which entries of one list, array or tensor on any device are not 0: a new array, bool [tokens].
+
+    Raises:
+        TokenTypeError: it holds no bools or finite numbers.
+        PayloadError: it has not one for every token.
+    """
     array = as_array(value, label, "bools or numbers", _WHY, _HINT)
     if array.dtype.kind not in "biuf":
         raise TokenTypeError(f"{label} is of type {array.dtype}, not of bools or numbers.", why=_WHY, hint=_HINT)
     if not np.isfinite(array).all():
         raise TokenTypeError(f"{label} has entries that are not finite.", why=_WHY, hint=_HINT)
+    if array.shape != (tokens,):
+        raise _misfit(f"{label} has shape {array.shape} for {count_of(tokens, 'token')}.")
     return array != 0
 
 

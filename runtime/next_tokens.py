@@ -27,17 +27,19 @@ class States:
         values: what the head computes with besides: parameters, buffers, and what the model computed for it.
         head: takes states [n, width] and `values`; returns logits [n, vocabulary].
         vocabulary: number of logits.
+        dtype: of the logits.
     """
 
     hidden: Tensor
     values: Sequence[Tensor]
     head: Callable[[Tensor, Sequence[Tensor]], Tensor]
     vocabulary: int
+    dtype: torch.dtype
 
     def chunks(self, count: int) -> Iterator[slice]:
         """`count` states in chunks."""
         budget = _BUDGET if self.hidden.device.type == "cpu" else _DEVICE_BUDGET
-        size = max(1, budget // (self.vocabulary * max(4, self.hidden.element_size())))
+        size = max(1, budget // (self.vocabulary * _wide(self.dtype).itemsize))
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -98,7 +100,7 @@ class _NextTokens(torch.autograd.Function):
     def forward(
         ctx: Any, states: States, asked: Asked, temperature: float, entropy: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        wide = _wide(states.hidden.dtype)
+        wide = _wide(states.dtype)
         # Memory that is kept between those of two chunks would keep each of them from being used again.
         found = states.hidden.new_empty(len(asked.labels), dtype=wide)
         entropies = states.hidden.new_empty(len(asked.rows) if entropy else 0, dtype=wide)

@@ -103,7 +103,9 @@ class Plan:
     def of_row(self, index: int) -> Plan:
         """A plan of one row alone. Its sequences are those of the row, counted from 0 in the order of their ids.
 
-        The row stays as it is: a tree of its sequences alone might keep other branches, and so need more tokens.
+        The row stays as it is: a tree of its sequences alone might keep other branches, and so need more tokens. What
+        is counted over the samples of the batch stays so too; samples that are given to it by `with_sequences` are
+        counted as a batch of their own.
         """
         row = self.rows[index]
         batch = self.batch and self.batch.of(row.sequence_ids)

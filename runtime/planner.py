@@ -9,7 +9,7 @@ from tree_compile.errors import PayloadError
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
-from tree_compile.runtime.samples import batch_of
+from tree_compile.runtime.samples import Sample, Samples, batch_of
 from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, check_fits
 
 __all__ = ["Planner", "ReadyRow"]
@@ -20,7 +20,8 @@ class ReadyRow:
     """A row that is given out.
 
     Attributes:
-        plan: a plan of this one row, over the sequences in it.
+        plan: a plan of this one row, over the sequences in it. Its samples do not know what is counted over the whole
+            batch, of which more may come: losses over it take `counts`.
         sequence_ids: of each sequence of the plan, counted from 0 in the order in which they were added.
     """
 
@@ -60,8 +61,8 @@ class Planner:
         self._min_shared_tokens, self._plan_seconds = options.min_shared_tokens, options.budget.seconds
         self._most_waiting = check_count("rows_waiting", rows_waiting, 2) * self._row_tokens
         self._longest_wait = None if longest_wait is None else check_count("longest_wait", longest_wait, 0)
-        self._waiting: dict[int, dict[str, TokenArray]] = {}
-        self._names: tuple[str, ...] = ()
+        self._waiting: dict[int, _Waiting] = {}
+        self._form = ""
         self._added = 0
         self._room = self._most_waiting
         """Tokens that may be added before it is worth to plan again: so many could at most be computed."""
@@ -71,22 +72,25 @@ class Planner:
         """Ids of the sequences that were added and not given out."""
         return tuple(self._waiting)
 
-    def add(self, sequence: TokenSequence | Mapping[str, TokenSequence]) -> list[ReadyRow]:
+    def add(self, sequence: TokenSequence | Sample | Mapping[str, TokenSequence]) -> list[ReadyRow]:
         """Adds a finished sequence; the rows that are given out now, none most of the time.
 
         Args:
-            sequence: its tokens, or a dict of tokens and payloads.
+            sequence: its tokens, a sample, or a dict of tokens and payloads. Tokens are copied, and so is `trainable`
+                of a sample; its payloads have to stay as they are.
 
         Raises:
-            InputError: the sequence is not usable, or longer than a row. It is not added then.
+            InputError: the sequence is not usable, longer than a row, or unlike those before it in its inputs or
+                payloads. It is not added then.
         """
         batch = batch_of(_of_one(sequence), first=self._added)
-        self._check_names(tuple(batch.inputs))
         self._check_kind(batch)
         check_fits(batch.lengths, self._row_tokens, first=self._added)
         # Copies: a caller may fill the same array with the next rollout.
-        self._waiting[self._added] = {name: values[0].copy() for name, values in batch.inputs.items()}
-        self._names = tuple(batch.inputs)
+        inputs = {name: values[0].copy() for name, values in batch.inputs.items()}
+        waiting = _Waiting(inputs, sequence if isinstance(sequence, Sample) else None)
+        self._check_form(waiting.form)
+        self._waiting[self._added], self._form = waiting, waiting.form
         self._added += 1
         self._room -= len(batch.tokens[0])
         return self._give_out(self._most_waiting - self._row_tokens) if self._room <= 0 or self._is_overdue() else []
@@ -95,20 +99,19 @@ class Planner:
         """The rows of all that wait."""
         return self._give_out(0) if self._waiting else []
 
-    def _check_names(self, names: tuple[str, ...]) -> None:
-        if self._names and names != self._names:
+    def _check_form(self, form: str) -> None:
+        if self._form and form != self._form:
             raise PayloadError(
-                f"Sequence {self._added} has the inputs {', '.join(names)}, and those before it had "
-                f"{', '.join(self._names)}.",
+                f"Sequence {self._added} {form}, and the one before it {self._form}.",
                 why="sequences of a row are computed together.",
-                hint="give every sequence the same inputs, in one order.",
+                hint="give every sequence the same inputs and payloads.",
             )
 
     def _check_kind(self, batch: Batch) -> None:
         if batch.tables:
             raise PayloadError(
                 f"Sample {self._added} has recorded experts.",
-                why="a planner plans tokens alone, and gives rows out without samples.",
+                why="a planner shares tokens as they come, without looking at what was recorded for them.",
                 hint="plan the samples of a batch with plan_rows.",
             )
 
@@ -138,12 +141,31 @@ class Planner:
         return sorted(going)
 
     def _batch(self) -> Batch:
-        waiting = self._waiting.values()
-        return Batch({name: [inputs[name] for inputs in waiting] for name in self._names})
+        waiting = list(self._waiting.values())
+        samples = tuple(one.sample for one in waiting if one.sample is not None)
+        inputs = {name: [one.inputs[name] for one in waiting] for name in waiting[0].inputs}
+        return Batch(inputs, Samples(samples, is_complete=False) if samples else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A sequence that was added, and the sample that it is of."""
+
+    inputs: dict[str, TokenArray]
+    sample: Sample | None
+
+    @property
+    def form(self) -> str:
+        """What those of a batch have in common, in words."""
+        if self.sample is None:
+            return f"has the inputs {', '.join(self.inputs)}"
+        return f"is a sample with the payloads {', '.join(sorted(self.sample.payloads)) or '(none)'}"
 
 
 def _of_one(
-    sequence: TokenSequence | Mapping[str, TokenSequence],
-) -> list[TokenSequence] | dict[str, list[TokenSequence]]:
-    """What `as_batch` takes, with one sequence."""
-    return {name: [values] for name, values in sequence.items()} if isinstance(sequence, Mapping) else [sequence]
+    sequence: TokenSequence | Sample | Mapping[str, TokenSequence],
+) -> list[TokenSequence] | list[Sample] | dict[str, list[TokenSequence]]:
+    """What `batch_of` takes, with one sequence."""
+    if isinstance(sequence, Mapping):
+        return {name: [values] for name, values in sequence.items()}
+    return [sequence]  # type: ignore[return-value]

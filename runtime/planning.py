@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tree_compile.runtime.contexts import check_share, shared_at_most
+from tree_compile.runtime.contexts import shared_limits
 from tree_compile.runtime.layout import lay_out
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_options
 from tree_compile.runtime.plan import Plan
@@ -55,10 +55,7 @@ def plan_rows(
     """
     options = check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
     batch = batch_of(sequences)
-    check_share(share, batch.samples if trainable is None and share == "context" else trainable)
-    if share == "context" and trainable is None and batch.samples is not None:
-        trainable = [sample.is_trained for sample in batch.samples.all]
-    limits = None if trainable is None else shared_at_most(batch, trainable)
+    limits = shared_limits(batch, share, trainable)
     tree = build_prefix_tree(batch, options.min_shared_tokens, limits)
     leaf_row, bounds = pack_rows(tree, options.row_tokens, options.objective, options.budget)
     return Plan(batch, tree, lay_out(tree, leaf_row), options.row_tokens, options.pad_rows, *bounds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from tree_compile.errors import PayloadError, PlanError
 from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.layout import END, PARENT, POSITION, START, SUBTREE_END
-from tree_compile.runtime.samples import Counts, Sample, counts_of, per_token
+from tree_compile.runtime.samples import Counts, Sample, per_token
 from tree_compile.runtime.sequences import Batch, IntArray, TokenArray, as_it_lies
 
 __all__ = ["Row"]
@@ -82,18 +84,42 @@ class Row:
         """
         if self.batch is None or self.batch.samples is None:
             raise PlanError(
-                "The sequences of this row have no payloads.",
-                why="they were passed as tokens alone.",
+                "The sequences of this row are no samples.",
+                why="they were passed as tokens alone, or in a dict of inputs of the model.",
                 hint="pass samples: model([Sample(tokens, advantage=…), …]).",
             )
         return {number: self.batch.samples.all[number] for number in self.sequence_ids}
 
+    @property
+    def payload_names(self) -> tuple[str, ...]:
+        """Names of the payloads of its samples; none where its sequences are no samples."""
+        if "samples" not in vars(self) and (self.batch is None or self.batch.samples is None):
+            return ()
+        return tuple(next(iter(self.samples.values())).payloads)
+
     @cached_property
     def counts(self) -> Counts:
-        """What is counted over all samples of the batch, those of other rows among them."""
-        if self.batch is None or self.batch.samples is None:
-            return counts_of(self.samples.values())
-        return self.batch.samples.counts
+        """What is counted over all samples of the batch, those of other rows among them.
+
+        Raises:
+            PlanError: there are no samples, or the row was given out before all samples of the batch were known.
+        """
+        known = self._known_counts if self.samples else None
+        if known is None:
+            raise PlanError(
+                "What is to be counted over the whole batch is not known.",
+                why="a Planner gives rows out before it has seen all samples.",
+                hint="pass it to the loss: counts=losses.counts_of(all_samples), "
+                'or counts=losses.Counts(sequences=…) for "per_sequence".',
+            )
+        return known
+
+    @property
+    def _known_counts(self) -> Counts | None:
+        """Those of the batch; None where they, or the samples, are not known."""
+        if "counts" in vars(self):
+            return self.counts
+        return self.batch.samples.counts if self.batch is not None and self.batch.samples is not None else None
 
     @cached_property
     def batch_sequences(self) -> int:
@@ -114,21 +140,22 @@ class Row:
         """A payload with one entry per token in the layout of the row, [T, …]; 0 on padding.
 
         Raises:
-            PayloadError: it is missing, has another length, or is not the same in all sequences through a token.
+            InputError: it is missing, does not fit the tokens, is of another shape than that of another sample, or
+                is not the same in all sequences through a token.
         """
-        found: NDArray[Any] | None = None
+        given = {number: per_token(sample, number, name) for number, sample in self.samples.items()}
         seen = np.zeros(self.length + self.padding, np.bool_)
-        for number, sample in self.samples.items():
-            values, path = per_token(sample, number, name), self.path(number)
-            found = np.zeros((len(seen), *values.shape[1:]), values.dtype) if found is None else found
-            if not np.array_equal(found[path[seen[path]]], values[seen[path]], equal_nan=values.dtype.kind == "f"):
+        shape, dtype = _form_of_all(given, name)
+        found = np.zeros((len(seen), *shape), dtype)
+        for number, values in given.items():
+            path = self.path(number)
+            if not np.array_equal(found[path[seen[path]]], values[seen[path]], equal_nan=dtype.kind == "f"):
                 raise PayloadError(
                     f"{name!r} of sample {number} differs from that of another sample where they share tokens.",
                     why="a token of the row is computed once for all of them.",
                     hint="read it by sequence: out.payload(name)[i].",
                 )
             found[path], seen[path] = values, True
-        assert found is not None
         return found
 
     @property
@@ -222,5 +249,26 @@ class Row:
         has_tokens = self.batch is not None or "inputs" in vars(self)
         inputs = {"inputs": self.inputs, "batch_sequences": self.batch_sequences} if has_tokens else {}
         has_samples = "samples" in vars(self) or (self.batch is not None and self.batch.samples is not None)
-        samples = {"samples": self.samples, "counts": self.counts} if has_samples else {}
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"batch": None} | inputs | samples
+        samples = {"samples": self.samples} if has_samples else {}
+        counts = {} if self._known_counts is None else {"counts": self._known_counts}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {"batch": None} | inputs | samples | counts
+
+
+def _form_of_all(given: Mapping[int, NDArray[Any]], name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape of an entry, and the dtype that holds the entries of all samples."""
+    first = next(iter(given))
+    shape = given[first].shape[1:]
+    for number, values in given.items():
+        if values.shape[1:] != shape or (values.dtype.kind in "biuf") is not (given[first].dtype.kind in "biuf"):
+            raise PayloadError(
+                f"An entry of {name!r} is {_form(values)} in sample {number}, and {_form(given[first])} in "
+                f"sample {first}.",
+                why="the entries of a row stand in one array.",
+                hint="give every sample entries of one shape and kind.",
+            )
+    return shape, functools.reduce(np.promote_types, {values.dtype for values in given.values()})
+
+
+def _form(values: NDArray[Any]) -> str:
+    return f"of shape {values.shape[1:]} and type {values.dtype}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tree_compile.errors import PayloadError
+from tree_compile.errors import InputError, PayloadError
 from tree_compile.runtime.contexts import mask_of
 from tree_compile.runtime.recordings import ROUTED, number_choices
 from tree_compile.runtime.sequences import Batch, Sequences, TokenSequence, as_array, as_batch
@@ -44,18 +44,37 @@ class Sample:
     def __repr__(self) -> str:
         return f"Sample({len(self.tokens)} tokens, payloads: {', '.join(self.payloads) or 'none'})"
 
-    def key(self, name: str) -> Hashable:
-        """A payload that samples have in common, to be compared: the number in an array or tensor of one."""
-        value = self.payloads[name]
-        return value.item() if hasattr(value, "item") else value
+    def key(self, name: str, number: int) -> Hashable:
+        """A payload that samples have in common, to be compared: the number in an array or tensor of one.
+
+        Args:
+            name: of the payload.
+            number: of the sample, for errors.
+
+        Raises:
+            PayloadError: there is no such payload, or nothing can be equal to it.
+        """
+        value = payload_of(self, number, name)
+        try:
+            found: Hashable = value.item() if hasattr(value, "item") else value
+            hash(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise _no_key(value, number, name) from None
+        if found != found:
+            raise _no_key(value, number, name)
+        return found
 
     @cached_property
     def is_trained(self) -> NDArray[np.bool_]:
-        """Which tokens a loss counts, bool [len]."""
+        """Which tokens a loss counts, bool [len].
+
+        Raises:
+            InputError: `trainable` has not one bool or number for every token.
+        """
         if self.trainable is None:
             mask = np.ones(len(self.tokens), np.bool_)
         else:
-            mask = mask_of(self.trainable, "trainable").copy()
+            mask = mask_of(self.trainable, "`trainable`", len(self.tokens))
         mask[:1] = False
         return mask
 
@@ -77,7 +96,12 @@ class Counts:
     pairs: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        """Those of two batches, of one step or of two ranks, whose groups may be the same."""
+        """Those of two batches, of one step or of two ranks.
+
+        Groups of one name are one group: all ranks have to name them alike, and none may give the name of another
+        prompt, as ranks do that count their prompts from 0. Pairs of one name are two: both samples of a preference
+        have to be in one of the batches.
+        """
         groups = Counter(self.group_tokens)
         groups.update(other.group_tokens)
         return Counts(
@@ -86,27 +110,45 @@ class Counts:
 
 
 def counts_of(samples: Iterable[Sample]) -> Counts:
-    """Counts of some samples."""
+    """Counts of some samples.
+
+    Raises:
+        InputError: `trainable` of a sample does not fit its tokens, or its group or pair cannot be compared.
+    """
     trained = [(sample, int(sample.is_trained.sum())) for sample in samples]
     groups: Counter[Hashable] = Counter()
-    for sample, tokens in trained:
+    for number, (sample, tokens) in enumerate(trained):
         if tokens and GROUP in sample.payloads:
-            groups[sample.key(GROUP)] += tokens
-    pairs = {sample.key(PAIR) for sample, _ in trained if PAIR in sample.payloads}
+            groups[sample.key(GROUP, number)] += tokens
+    pairs = {sample.key(PAIR, number) for number, (sample, _) in enumerate(trained) if PAIR in sample.payloads}
     with_tokens = [tokens for _, tokens in trained if tokens]
     return Counts(sum(with_tokens), len(with_tokens), dict(groups), len(pairs))
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a batch, in the order of their sequences."""
+    """Samples, in the order of their sequences.
+
+    Attributes:
+        all: the samples.
+        batch: those of the batch that they are a part of; None where they are all of it.
+        is_complete: whether more samples of the batch may come, as with a `Planner`: False then.
+    """
 
     all: tuple[Sample, ...]
+    batch: Samples | None = None
+    is_complete: bool = True
 
     @cached_property
-    def counts(self) -> Counts:
-        """What is counted over all of them."""
-        return counts_of(self.all)
+    def counts(self) -> Counts | None:
+        """What is counted over the whole batch; None where that is not known."""
+        if self.batch is not None:
+            return self.batch.counts
+        return counts_of(self.all) if self.is_complete else None
+
+    def of(self, places: Iterable[int]) -> Samples:
+        """Some of them, with the counts of the batch."""
+        return Samples(tuple(self.all[place] for place in places), self.batch or self)
 
 
 def batch_of(inputs: Sequences, first: int = 0) -> Batch:
@@ -172,19 +214,18 @@ def _check_payloads(sample: Sample, number: int, other: Sample, first: int) -> N
 
 
 def _check_trainable(sample: Sample, number: int) -> None:
-    if len(sample.is_trained) != len(sample.tokens):
-        raise PayloadError(
-            f"`trainable` of sample {number} has {len(sample.is_trained)} entries for {len(sample.tokens)} tokens.",
-            why="it says of each token whether it is trained on.",
-            hint="pass one 0 or 1 for every token.",
-        )
+    try:
+        sample.is_trained  # noqa: B018
+    except InputError as error:
+        raise type(error)(f"Sample {number}: {error.what}", why=error.why, hint=error.hint) from error.__cause__
 
 
 def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
     """A payload with one entry for every token, [len, …].
 
     Raises:
-        PayloadError: it is missing, has another length, or has NaN where a token is trained on.
+        TokenTypeError: it is no list, array or tensor.
+        PayloadError: it is missing, has another length, or a number that is not finite where a token is trained on.
     """
     values = as_array(payload_of(sample, number, name), f"{name!r} of sample {number}", "numbers", _WHY, _HINT)
     if values.shape[:1] != (len(sample.tokens),):
@@ -193,11 +234,12 @@ def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
             why=_WHY,
             hint="give the tokens of the prompt an entry, too: it is not read.",
         )
-    if values.dtype.kind == "f" and np.isnan(values[sample.is_trained]).any():
-        where = int(np.flatnonzero(np.isnan(values).reshape(len(values), -1).any(1) & sample.is_trained)[0])
+    if values.dtype.kind == "f" and not np.isfinite(values[sample.is_trained]).all():
+        is_wrong = ~np.isfinite(values).reshape(len(values), -1).all(1) & sample.is_trained
+        where = int(np.flatnonzero(is_wrong)[0])
         raise PayloadError(
-            f"{name!r} of sample {number} is NaN at token {where}, which is trained on.",
-            why="the loss would be NaN.",
+            f"{name!r} of sample {number} is {values[where]} at token {where}, which is trained on.",
+            why="the loss or its gradient would be NaN: it takes finite numbers.",
             hint="set `trainable` to 0 there, or look for what computed it.",
         )
     return values
@@ -205,6 +247,14 @@ def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
 
 _WHY = "it has one entry for every token of its sample."
 _HINT = "pass a list, array or tensor of numbers."
+
+
+def _no_key(value: Any, number: int, name: str) -> PayloadError:
+    return PayloadError(
+        f"{name!r} of sample {number} is {value!r}.",
+        why="samples are compared by it.",
+        hint="pass a number or a text that is the same in the samples that belong together.",
+    )
 
 
 def payload_of(sample: Sample, number: int, name: str) -> Any:

@@ -90,9 +90,9 @@ class Batch:
         return np.fromiter(map(len, self.tokens), np.int64, len(self))
 
     def of(self, ids: Iterable[int]) -> Batch:
-        """Some of its sequences, in the order of `ids`."""
+        """Some of its sequences, in the order of `ids`; what is counted over all of its samples stays so."""
         ids = list(ids)
-        samples = self.samples and type(self.samples)(tuple(self.samples.all[i] for i in ids))
+        samples = self.samples and self.samples.of(ids)
         return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()}, samples, self.tables)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tree_compile import Plan, TreeModel, api, plan_rows, treecompile
+from tree_compile import Plan, Sample, TreeModel, api, plan_rows, treecompile
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.tiny import tiny_model
 
@@ -362,7 +362,7 @@ def test_output_by_something_else_than_a_number_is_refused_with_what_it_holds(
 ) -> None:
     out = tree_model(SEQUENCES)
     for values in (out, out.logits, out.logprobs):
-        with pytest.raises(TypeError, match=r"one value for every sequence, by its number.* out\.logits\[i\]"):
+        with pytest.raises(TypeError, match=r"one value for every sequence, by its number.* out\.log\w+\[i\]"):
             values[wrong]
 
 
@@ -381,6 +381,26 @@ def test_values_of_all_sequences_say_that_they_are_no_tensor(tree_model: TreeMod
     for call in (lambda: F.cross_entropy(logits, torch.tensor([1])), lambda: torch.softmax(logits, -1)):
         with pytest.raises(TypeError, match=r"one value for every sequence: call \w+ for one .*out\.logits\[i\]"):
             call()
+
+
+def test_values_of_all_sequences_are_called_by_their_name(tree_model: TreeModel) -> None:
+    out = tree_model([Sample([1, 2, 3], reward=1.0)])
+    for values, name in ((out.payload("reward"), r"out\.payload\('reward'\)"), (out.entropy, r"out\.entropy")):
+        with pytest.raises(AttributeError, match=rf"{name}\[i\]\.mean$"):
+            _ = values.mean
+        with pytest.raises(TypeError, match=rf"{name}\[i\]$"):
+            torch.exp(values)
+        with pytest.raises(TypeError, match=rf"{name}\[i\]\[:, -1\]"):
+            _ = values[:, -1]
+
+
+def test_values_of_one_row_are_gone_through_backwards(tree_model: TreeModel) -> None:
+    plan = plan_rows(SEQUENCES, max(map(len, SEQUENCES)), min_shared_tokens=1)
+    for row in plan.rows:
+        out = tree_model(row)
+        for found in (out, out.logits):
+            for one, other in zip(reversed(found), reversed(list(found)), strict=True):
+                assert torch.equal(one, other)
 
 
 def test_outputs_count_what_they_hold(tree_model: TreeModel) -> None:

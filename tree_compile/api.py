@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tree_compile.arguments import by_position, unsupported
+from tree_compile.arguments import by_position, check_payloads, unsupported
 from tree_compile.calls import (
     check_inputs,
     check_keywords,
@@ -97,7 +97,7 @@ class TreeModel(nn.Module):
             RefusedModelError: on the first call, the model cannot be proved exact on a prefix tree.
             SelfCheckError: on the first call, the rewritten model differs from the unpacked one.
             UnsupportedArgumentError: any other argument, an input whose name has no meaning on a list of sequences, or
-                one that the model's forward does not take.
+                one that the model's forward does not take; or a sample's payload has the name of one that it takes.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
         for name in others:
@@ -107,6 +107,7 @@ class TreeModel(nn.Module):
         if sequences is None:
             raise TypeError("a tree model takes the sequences: model([tokens, …])")
         rows = self._rows(sequences)
+        check_payloads(rows[0].payload_names, self.unpacked)
         program = self._program(tuple(rows[0].inputs), rows)
         for row in rows:
             check_row(row, program.rewritten)
@@ -117,21 +118,28 @@ class TreeModel(nn.Module):
 
         Raises:
             InputError: the sequences are not usable.
-            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences.
+            UnsupportedArgumentError: the name of an input has no meaning on a list of sequences, or a sample's payload
+                has the name of an argument of the model's forward.
         """
         if isinstance(sequences, Mapping):
             # Before the sequences: a padded batch is told what to leave out.
             check_inputs(input_names(sequences))
-        return plan_rows(sequences, **self._plan_options)
+        plan = plan_rows(sequences, **self._plan_options)
+        check_payloads(plan.rows[0].payload_names, self.unpacked)
+        return plan
 
-    def rows(self, samples: Sequences | Plan) -> Iterator[TreeOutput]:
+    def rows(self, samples: Sequences | Row | Plan) -> Iterator[TreeOutput]:
         """Computes a batch row by row: the outputs of one row at a time.
 
         With losses that are divided by what is counted over the whole batch, as those of `tree_compile.losses`, their
-        gradients add up to that of the whole batch.
+        gradients add up to that of the whole batch. A row is computed when its output is asked for, so errors come
+        with the first one.
+
+        It calls this module, and so goes around a DistributedDataParallel that holds it: gradients would not be
+        reduced. Call that one with each of `ddp.module.plan(samples).rows` instead, as docs/training.md shows.
 
         Args:
-            samples: as in `forward`, or a plan.
+            samples: as in `forward`.
 
         Raises:
             As `forward`.

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 
 from torch import nn
 
 from tree_compile.errors import UnsupportedArgumentError
 from tree_compile.runtime.sequences import PADDED_HINT
 
-_LOSS_HINT = (
-    "compute the loss from the outputs: out = model(sequences); "
-    "loss = sum(F.cross_entropy(out.logits[i][:-1], labels[i][1:]) for i in range(len(sequences)))"
+LOSS_HINT = (
+    "compute it from -out.logprobs[i], or with samples: "
+    "loss = losses.sft(model([Sample(tokens) for tokens in sequences]), normaliser='per_token')"
 )
 _LAST_HINT = "take the part that you want of out.logits[i]: out[i] is computed for all tokens."
 _PLACE_HINT = "leave it out: a token's position is its place in its own sequence."
 HINTS = {
-    "labels": _LOSS_HINT,
+    "labels": LOSS_HINT,
     "logits_to_keep": _LAST_HINT,
     "num_logits_to_keep": _LAST_HINT,
     "attention_mask": f"leave it out: model(batch['input_ids']), where the tokenizer did not pad; else {PADDED_HINT}",
@@ -51,6 +52,28 @@ def unsupported(name: str) -> UnsupportedArgumentError:
         hint=f"per token: pass it with the tokens, model({{'input_ids': […], '{name}': […]}}); "
         f"constant: treecompile(model, forward_kwargs={{'{name}': …}}).",
     )
+
+
+def _as_input(name: str) -> str:
+    return f"pass model({{'input_ids': […], '{name}': […]}}), and compute the loss from out.logprobs[i]."
+
+
+def check_payloads(names: Iterable[str], model: nn.Module) -> None:
+    """Refuses payloads of samples that seem to be meant for the model, as `model` takes arguments.
+
+    Raises:
+        UnsupportedArgumentError: one has the name of an argument of its forward.
+    """
+    given = tuple(names)
+    taken = inspect.signature(model.forward).parameters if given else {}
+    for name in given:
+        if name in taken and taken[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise UnsupportedArgumentError(
+                f"The payload `{name}` of the samples has the name of an argument of the model's forward.",
+                why="payloads of samples are for losses: the model would run without it, and prefixes would be shared "
+                "where it differs.",
+                hint=f"for a loss, give it another name; for the model, {HINTS.get(name, _as_input(name))}",
+            )
 
 
 def by_position(model: nn.Module) -> UnsupportedArgumentError:

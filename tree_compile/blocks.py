@@ -94,8 +94,8 @@ class Blocks(nn.Module):
             plain, compiled_head = Block(_module_of(sections[-1]), sections[-1], graph_module), self.blocks[-1]
             assert isinstance(compiled_head, Block)
             is_batched = len(shape_of(head.hidden)) == 3, len(shape_of(head.logits)) == 3
-            vocabulary = int(shape_of(head.logits)[-1])
-            self.head = ProgramHead(compiled_head, plain, taken.index(head.hidden.name), is_batched, vocabulary)
+            vocabulary, dtype = int(shape_of(head.logits)[-1]), head.logits.meta["val"].dtype
+            self.head = ProgramHead(compiled_head, plain, taken.index(head.hidden.name), is_batched, vocabulary, dtype)
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Runs the blocks in order, but for a head; values that no later block takes are let go.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tree_compile.switches import autocast_dtype
+
 
 @dataclass(frozen=True)
 class CallSettings:
@@ -28,18 +30,17 @@ class CallSettings:
     @classmethod
     def now(cls, device: str) -> CallSettings:
         """Those that are in force."""
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, autocast)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, autocast_dtype(device))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """All of them."""
+        """Computes under all of them."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients), self.autocast_restored():
             yield
 
     @contextmanager
     def autocast_restored(self) -> Iterator[None]:
-        """Autocast alone."""
+        """Computes under the autocast, as a backward pass does, which has its own gradients."""
         # Weights that were cast elsewhere may have been cast without gradients.
         with torch.autocast(self.device, self.autocast, self.autocast is not None, cache_enabled=False):
             yield

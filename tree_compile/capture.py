@@ -77,20 +77,34 @@ class OutputForm:
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def logits_place(self, count: int) -> int:
-        """Which of `count` tensors has the logits: the entry or attribute `logits`, else the first."""
-        found = self._entry(count, "logits")
-        return found if isinstance(found, int) else 0
+    def logits_place(self, count: int) -> int | None:
+        """Which of `count` tensors has the logits: the first, or of an output with names that of the name `logits`.
+
+        Returns:
+            None where none of the names is that of logits.
+        """
+        places = self._places(count)
+        if isinstance(places, _Place | list) or type(places) is tuple:
+            return 0
+        found = _entry(places, "logits")
+        return found if isinstance(found, _Place) else None
 
     def router_places(self, count: int) -> tuple[int, ...]:
         """Which of `count` tensors have the logits of a router: those of the entry or attribute `router_logits`."""
-        leaves = pytree.tree_leaves(self._entry(count, "router_logits"))
-        return tuple(place for place in leaves if isinstance(place, int))
+        leaves = pytree.tree_leaves(_entry(self._places(count), "router_logits"))
+        return tuple(place for place in leaves if isinstance(place, _Place))
 
-    def _entry(self, count: int, name: str) -> Any:
-        """The output's entry or attribute of a name, with places among `count` tensors for the tensors."""
-        places = self.build(range(count))
-        return places.get(name) if isinstance(places, Mapping) else getattr(places, name, None)
+    def _places(self, count: int) -> Any:
+        """The output with places among `count` tensors for the tensors."""
+        return self.build([_Place(place) for place in range(count)])
+
+
+def _entry(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+class _Place(int):
+    """A tensor's place, which no constant of an output is taken for."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,7 @@ def capture(plain: PlainModel, example: tuple[Tensor, ...], *, compares: bool = 
     if short is None and same(1) is False and same(tokens):
         control_flow = control_flow or branches_on_one_token(line_of_forward(plain.model))
     graph_module = _under_own_names(exported, plain.input_names)
-    return Captured(graph_module, output_form, limit, example[0].shape[1], short, control_flow)
+    return Captured(graph_module, output_form, limit, tokens, short, control_flow)
 
 
 def _unknown(_tokens: int) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -14,9 +15,33 @@ _STEPS = WeakTensorKeyDictionary()
 """Steps of optimizers over each tensor that is watched: fused ones change tensors without a new version."""
 
 
-def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """What is another one once a tensor was changed, by an operation in place, another storage, or an optimizer."""
-    return [_mark(tensor) for tensor in tensors]
+class Marks:
+    """What tensors were when they were looked at."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._marks = [_mark(tensor) for tensor in tensors]
+        self._sums = [_sum_of_bits(tensor) for tensor in tensors]
+
+    def are_unchanged(self) -> bool:
+        """Whether they are so still: not changed in place, given another storage, or stepped by an optimizer."""
+        return self._marks == [_mark(tensor) for tensor in self._tensors] and all(
+            bool(before == _sum_of_bits(tensor)) for before, tensor in zip(self._sums, self._tensors, strict=True)
+        )
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """One number that is another one after most changes: those through `.data` leave no other trace.
+
+    Of the bits, in whole numbers: neither the order of the sum nor NaN makes a difference. It reads a tensor once,
+    where a head reads it for many tokens.
+    """
+    numbers = tensor.detach().contiguous().flatten()
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers).flatten()
+    size, offset = numbers.element_size(), numbers.storage_offset()
+    in_words = numbers.numel() * size % 8 == 0 and offset * size % 8 == 0
+    return numbers.view(torch.int64 if in_words else torch.uint8).sum(dtype=torch.int64)
 
 
 def _mark(tensor: Tensor) -> tuple[int, ...]:

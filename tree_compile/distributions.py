@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,36 +43,51 @@ class Distributions:
             raise ValueError(f"temperature is {temperature!r}; it must be a number above 0")
         self._ids = sequence_ids
         self._results = results
-        self._of_row = {id(result): _RowDistributions(result, float(temperature)) for result in results}
+        self._rows = [_RowDistributions(result, float(temperature)) for result in results]
 
     @cached_property
     def logprobs(self) -> PerSequence[Tensor]:
         """The log-probability of every token but the first: `[len_i - 1]`."""
-        return self._by_sequence(_RowDistributions.logprobs)
+        for row in self._rows:
+            row.require_logits(row.following)
+        return self._by_sequence(_RowDistributions.logprobs, "out.logprobs")
 
-    def logprobs_at(self, places: Mapping[int, IntArray]) -> PerSequence[Tensor]:
-        """The log-probabilities of some tokens alone, by the number of the sequence; of none is it the first."""
-        return self._by_sequence(lambda of_row: of_row.logprobs_at(places))
+    @cached_property
+    def trained_logprobs(self) -> PerSequence[Tensor]:
+        """The log-probabilities of the tokens of every sample that are trained on: `[trained_i]`."""
+        for row in self._rows:
+            row.require_logits(np.concatenate(row.trained))
+        return self._by_sequence(_RowDistributions.trained_logprobs, "out.trained_logprobs")
 
     @cached_property
     def entropy(self) -> PerSequence[Tensor]:
         """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`."""
-        return self._by_sequence(_RowDistributions.entropy)
+        self._results[0].vocabulary  # noqa: B018
+        return self._by_sequence(_RowDistributions.entropy, "out.entropy")
 
     def topk(self, k: int) -> PerSequence[TopTokens]:
         """The `k` likeliest tokens in the place of every token but the first, and their log-probabilities."""
-        return self._by_sequence(lambda of_row: of_row.topk(k))
+        vocabulary = self._results[0].vocabulary
+        if not 0 < operator.index(k) <= vocabulary:
+            raise ValueError(f"k is {k!r}; it must be between 1 and the number of logits, {vocabulary}")
+        return self._by_sequence(lambda row: row.topk(k), f"out.topk({k})")
 
     def logprobs_of(self, labels: Sequence[Any] | Mapping[int, Any]) -> PerSequence[Tensor]:
         """The log-probabilities of other tokens in the place of every token but the first."""
-        return self._by_sequence(lambda of_row: of_row.logprobs_of(labels))
+        vocabulary = self._results[0].vocabulary
+        given = {
+            sequence: _labels_of(labels, sequence, int(length), vocabulary)
+            for result in self._results
+            for sequence, length in zip(result.row.sequence_ids, result.row.sequence_length, strict=True)
+        }
+        return self._by_sequence(lambda row: row.logprobs_of(given), "out.logprobs_of(labels)")
 
-    def _by_sequence(self, parts: Callable[[_RowDistributions], Sequence[Any]]) -> PerSequence[Any]:
-        def of_row(result: RowResult) -> Sequence[Any]:
-            with result.settings.restored():
-                return parts(self._of_row[id(result)])
+    def _by_sequence(self, parts: Callable[[_RowDistributions], Sequence[Any]], name: str) -> PerSequence[Any]:
+        def of_row(row: _RowDistributions) -> Sequence[Any]:
+            row.result.require_unchanged()
+            return parts(row)
 
-        return PerSequence(self._ids, PartsOfRows(self._results, of_row))
+        return PerSequence(self._ids, PartsOfRows(self._results, [partial(of_row, row) for row in self._rows]), name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,17 +98,43 @@ class _RowDistributions:
     temperature: float
 
     @cached_property
-    def _edges(self) -> tuple[IntArray, IntArray]:
-        """Row indices of all tokens that follow another one, and of the one before, which ascend."""
+    def following(self) -> IntArray:
+        """Row indices of all tokens that follow another one, in the order of that one."""
         parent = self.result.row.parent
         tokens = np.flatnonzero(parent >= 0)
-        tokens = tokens[np.argsort(parent[tokens], kind="stable")]
-        return tokens, parent[tokens]
+        return tokens[np.argsort(parent[tokens], kind="stable")]
+
+    @cached_property
+    def trained(self) -> list[IntArray]:
+        """Row indices of the tokens of every sample that are trained on; never those of first tokens.
+
+        Raises:
+            PlanError: the sequences of the row are no samples.
+        """
+        row = self.result.row
+        return [row.path(sequence)[sample.is_trained] for sequence, sample in row.samples.items()]
+
+    def require_logits(self, tokens: IntArray) -> None:
+        """Refuses tokens of the row that the model has no logit for, as ids that are embedded alone.
+
+        Raises:
+            TokenRangeError: names the first of them.
+        """
+        row, vocabulary = self.result.row, self.result.vocabulary
+        without = tokens[row.tokens[tokens] >= vocabulary]
+        if len(without):
+            sequence = next(number for number in row.sequence_ids if without[0] in row.path(number))
+            raise TokenRangeError(
+                f"Sequence {sequence} holds the token id {row.tokens[without[0]]}, which has no log-probability.",
+                why=f"the model has logits for the token ids 0 to {vocabulary - 1}.",
+                hint="where no loss counts it, pass samples, with `trainable` 0 there, to losses or "
+                "out.trained_logprobs.",
+            )
 
     @cached_property
     def _asked(self) -> Asked:
-        tokens, before = self._edges
-        return self._asked_of(before, self.result.row.tokens[tokens])
+        tokens, row = self.following, self.result.row
+        return self._asked_of(row.parent[tokens], row.tokens[tokens])
 
     def _asked_of(self, before: IntArray, labels: IntArray) -> Asked:
         states, owner = np.unique(before, return_inverse=True)
@@ -101,7 +143,10 @@ class _RowDistributions:
 
     @cached_property
     def _both(self) -> NextTokens:
-        return next_tokens(self.result.states, self._asked, self.temperature, entropy=True)
+        asked = self._asked
+        if bool((asked.labels >= self.result.vocabulary).any()):
+            asked = Asked(asked.rows, asked.owner[:0], asked.labels[:0])
+        return next_tokens(self.result.states, asked, self.temperature, entropy=True)
 
     @cached_property
     def _next_logprobs(self) -> Tensor:
@@ -112,38 +157,32 @@ class _RowDistributions:
         return next_tokens(self.result.states, asked, self.temperature).logprobs
 
     def logprobs(self) -> list[Tensor]:
-        tokens, _ = self._edges
-        found = self._at(torch.from_numpy(tokens), self._next_logprobs)
+        found = self._at(torch.from_numpy(self.following), self._next_logprobs)
         return [part[1:] for part in self.result.unpacked(found)]
 
-    def logprobs_at(self, places: Mapping[int, IntArray]) -> list[Tensor]:
-        row = self.result.row
-        wanted = [row.path(sequence)[places[sequence]] for sequence in row.sequence_ids]
-        # Each token once, by the row index of the one before.
-        tokens = np.unique(np.concatenate(wanted))
+    def trained_logprobs(self) -> list[Tensor]:
+        row, wanted = self.result.row, np.concatenate(self.trained)
+        tokens = np.unique(wanted)
         tokens = tokens[np.argsort(row.parent[tokens], kind="stable")]
         found = self._logprobs_for(self._asked_of(row.parent[tokens], row.tokens[tokens]))
         order = np.argsort(tokens)
-        at = order[np.searchsorted(tokens, np.concatenate(wanted), sorter=order)]
-        return list(found[torch.from_numpy(at).to(found.device)].split([len(own) for own in wanted]))
+        at = order[np.searchsorted(tokens, wanted, sorter=order)]
+        return list(found[torch.from_numpy(at).to(found.device)].split([len(own) for own in self.trained]))
 
     def entropy(self) -> list[Tensor]:
         return self._before_last(self._at(self._asked.rows, self._both.entropy))
 
     def topk(self, k: int) -> list[TopTokens]:
-        states = self.result.states
-        if not 0 < k <= states.vocabulary:
-            raise ValueError(f"k is {k!r}; it must be between 1 and the number of logits, {states.vocabulary}")
         rows = self._asked.rows
-        best = best_tokens(states, rows, k)
+        best = best_tokens(self.result.states, rows, k)
         owner = torch.arange(len(rows), device=rows.device).repeat_interleave(k)
         logprobs = self._logprobs_for(Asked(rows, owner, best.flatten())).view(-1, k)
         parts = (self._before_last(self._at(rows, values)) for values in (best, logprobs))
         return [TopTokens(*both) for both in zip(*parts, strict=True)]
 
-    def logprobs_of(self, labels: Sequence[Any] | Mapping[int, Any]) -> list[Tensor]:
-        row, vocabulary = self.result.row, self.result.states.vocabulary
-        given = [_labels_of(labels, sequence, len(row.path(sequence)), vocabulary) for sequence in row.sequence_ids]
+    def logprobs_of(self, labels: Mapping[int, IntArray]) -> list[Tensor]:
+        row = self.result.row
+        given = [labels[sequence] for sequence in row.sequence_ids]
         before = [
             np.repeat(row.path(sequence)[:-1], math.prod(own.shape[1:]))
             for sequence, own in zip(row.sequence_ids, given, strict=True)
@@ -190,6 +229,6 @@ def _labels_of(labels: Sequence[Any] | Mapping[int, Any], sequence: int, tokens:
         raise TokenRangeError(
             f"The labels of sequence {sequence} reach from {own.min()} to {own.max()}.",
             why=f"the model has logits for the token ids 0 to {vocabulary - 1}.",
-            hint="leave out places without a label, or give them any token id and a weight of 0.",
+            hint="give places without a label any token id, and a weight of 0 in the loss.",
         )
     return own

@@ -175,4 +175,4 @@ class StaleOutputError(TreeCompileError, RuntimeError):
 
 
 class OutputError(TreeCompileError, AttributeError):
-    """The model's output does not have what is asked of it."""
+    """The model's output does not have what is asked of it, so that `hasattr(out, "hidden")` is False."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tree_compile.errors import CaptureError, TokenRangeError, TreeCompileError
 from tree_compile.passes.source import line_of_trace
+from tree_compile.per_sequence import numbers_of
 from tree_compile.runtime.row import Row
 
 _OUTSIDE = ("index out of range in self", "out of bounds for dimension", "index out of bounds")
@@ -48,9 +49,8 @@ def of_tables(row: Row) -> Iterator[None]:
     except Exception as error:
         if not any(words in str(cause) for cause in _causes(error) for words in _OUTSIDE):
             raise
-        numbers = ", ".join(map(str, row.sequence_ids[:8])) + (", …" if len(row.sequence_ids) > 8 else "")
         raise TokenRangeError(
-            f"A table of the model has no entry for a number in the row of sequences {numbers}.",
+            f"A table of the model has no entry for a number in the row of sequences {numbers_of(row.sequence_ids)}.",
             why="a token id or a payload, or what the model makes of it, is not below the table's length.",
             hint="look for the largest token ids and payloads; with row_tokens, a row has fewer sequences.",
         ) from error

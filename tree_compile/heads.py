@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tree_compile.call_settings import CallSettings
-from tree_compile.changes import marks_of
+from tree_compile.changes import Marks
 from tree_compile.errors import StaleOutputError
 from tree_compile.runtime.next_tokens import States
 
@@ -28,6 +29,7 @@ class ProgramHead:
         hidden: place of the states among its inputs.
         is_batched: whether states and logits have a batch dimension.
         vocabulary: number of logits.
+        dtype: of the logits.
     """
 
     block: Block
@@ -35,6 +37,7 @@ class ProgramHead:
     hidden: int
     is_batched: tuple[bool, bool]
     vocabulary: int
+    dtype: torch.dtype
 
 
 # A dataclass, because DistributedDataParallel looks for tensors in the fields of those.
@@ -62,18 +65,12 @@ class RowHead:
         states = self.inputs[self.head.hidden]
         self.hidden = states[0] if self.head.is_batched[0] else states
         self.depends_on = [tensor.flatten()[:0] for tensor in self._attributes if tensor.requires_grad]
-        self._marks = marks_of((*self._attributes, *self.inputs))
+        self._marks = Marks((*self._attributes, *self.inputs))
 
     @cached_property
     def logits(self) -> Tensor:
-        """[T, vocabulary] of the whole row.
-
-        Raises:
-            StaleOutputError: what they are computed from was changed since the call.
-        """
-        self.require_unchanged()
-        with self.settings.restored():
-            (logits,) = self.head.block(*self.inputs)
+        """[T, vocabulary] of the whole row."""
+        (logits,) = self.head.block(*self.inputs)
         return self._without_batch(logits)
 
     @cached_property
@@ -81,7 +78,7 @@ class RowHead:
         """The states, with the head for any part of them."""
         at = self.head.hidden
         others = (*self.inputs[:at], *self.inputs[at + 1 :], *self._attributes)
-        return States(self.hidden, others, self._logits_of, self.head.vocabulary)
+        return States(self.hidden, others, self._logits_of, self.head.vocabulary, self.head.dtype)
 
     def _logits_of(self, hidden: Tensor, others: Sequence[Tensor]) -> Tensor:
         at, count = self.head.hidden, len(self.inputs) - 1
@@ -105,7 +102,7 @@ class RowHead:
                 why="logits are computed from it when they are first asked for.",
                 hint="keep them until the backward pass: fully_shard(tree_model, reshard_after_forward=False).",
             )
-        if marks_of((*self._attributes, *self.inputs)) != self._marks:
+        if not self._marks.are_unchanged():
             raise StaleOutputError(
                 "The model's head, or the states before it, were changed since this output was computed.",
                 why="logits are computed from them when they are first asked for, and would be others.",

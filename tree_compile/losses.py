@@ -24,6 +24,8 @@ the loss by their number.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,7 @@ from tree_compile.errors import PayloadError
 from tree_compile.output import TreeOutput
 from tree_compile.routing import expert_counts, load_balancing
 from tree_compile.runtime.options import check_choice
-from tree_compile.runtime.samples import GROUP, PAIR, Counts, counts_of, payload_of, per_token
+from tree_compile.runtime.samples import GROUP, PAIR, Counts, Sample, counts_of, payload_of, per_token
 
 __all__ = [
     "NORMALISERS",
@@ -62,11 +64,12 @@ def sft(out: TreeOutput, *, normaliser: str, constant: float | None = None, coun
         out: of samples.
         normaliser: one of NORMALISERS, see above.
         constant: for "constant".
-        counts: of the whole batch, where `out` is of a part of it that was planned apart.
+        counts: of the whole batch, where `out` is of a part of it that was planned apart, or given out by a `Planner`.
 
     Raises:
-        PayloadError: a payload is missing or does not fit.
+        InputError: a payload is missing or does not fit, or `counts` is missing where they are not known.
         ValueError: an option has no meaning.
+        OutputError, StaleOutputError, TokenRangeError: as `out.logprobs`.
     """
     tokens = _Trained.of(out)
     return tokens.sum(-tokens.logprobs, normaliser, constant, counts)
@@ -96,11 +99,13 @@ def grpo(
         counts: as in `sft`.
 
     Raises:
-        PayloadError: as `sft`.
+        InputError: as `sft`.
         ValueError: as `sft`.
+        OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
+    _check_at_least_0(clip_low=clip_low, clip_high=clip_high)
     tokens = _Trained.of(out)
-    objective = tokens.clipped(tokens.of_sequence("advantage"), clip_low, clip_high)
+    objective = tokens.clipped(tokens.of_sequence("advantage"), clip_low=clip_low, clip_high=clip_high)
     return tokens.sum(-objective, normaliser, constant, counts)
 
 
@@ -112,11 +117,14 @@ def ppo_clip(
     As `grpo`, with the payload `advantages` [len] in place of `advantage`, and one `clip` for both sides.
 
     Raises:
-        PayloadError: as `sft`.
+        InputError: as `sft`.
         ValueError: as `sft`.
+        OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
+    _check_at_least_0(clip=clip)
     tokens = _Trained.of(out)
-    return tokens.sum(-tokens.clipped(tokens.of_token("advantages"), clip, clip), normaliser, constant, counts)
+    objective = tokens.clipped(tokens.of_token("advantages"), clip_low=clip, clip_high=clip)
+    return tokens.sum(-objective, normaliser, constant, counts)
 
 
 def cispo(
@@ -139,9 +147,11 @@ def cispo(
         counts: as in `sft`.
 
     Raises:
-        PayloadError: as `sft`.
+        InputError: as `sft`.
         ValueError: as `sft`.
+        OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
+    _check_at_least_0(clip_high=clip_high)
     tokens = _Trained.of(out)
     weights = tokens.ratio().detach().clamp(max=1 + clip_high) * tokens.of_sequence("advantage")
     return tokens.sum(-weights * tokens.logprobs, normaliser, constant, counts)
@@ -161,8 +171,9 @@ def kl_to_reference(
         counts: as in `sft`.
 
     Raises:
-        PayloadError: as `sft`.
+        InputError: as `sft`.
         ValueError: as `sft`.
+        OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
     tokens = _Trained.of(out)
     difference = tokens.of_token("reference_logprobs") - tokens.logprobs
@@ -181,12 +192,17 @@ def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> 
         counts: as in `sft`.
 
     Raises:
-        PayloadError: as `sft`, or a pair has not one chosen and one rejected sample in `out`.
+        InputError: as `sft`, or a pair has not one chosen and one rejected sample in `out`.
+        ValueError: as `sft`.
+        OutputError, StaleOutputError, TokenRangeError: as `out.logprobs`.
     """
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta is {beta!r}; it must be a number above 0")
     tokens = _Trained.of(out)
     margins = tokens.of_each(tokens.logprobs - tokens.of_token("reference_logprobs"))
     chosen, rejected = _pairs(out)
-    return -F.logsigmoid(beta * (margins[chosen] - margins[rejected])).sum() / (counts or out.counts).pairs
+    pairs = _covering((counts or out.counts).pairs, len(chosen), "pairs")
+    return -F.logsigmoid(beta * (margins[chosen] - margins[rejected])).sum() / pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,9 +223,9 @@ class _Trained:
 
     @classmethod
     def of(cls, out: TreeOutput) -> _Trained:
-        trained = {number: np.flatnonzero(sample.is_trained) for number, sample in out.samples.items()}
-        logprobs = torch.cat(list(out.logprobs_at(trained)))
-        places = [torch.from_numpy(trained[number]).to(logprobs.device) for number in out.sequence_ids]
+        trained = [np.flatnonzero(out.samples[number].is_trained) for number in out.sequence_ids]
+        logprobs = torch.cat(list(out.trained_logprobs))
+        places = [torch.from_numpy(at).to(logprobs.device) for at in trained]
         sequence = torch.cat([torch.full_like(at, place) for place, at in enumerate(places)])
         return cls(out, logprobs, sequence, places)
 
@@ -218,11 +234,11 @@ class _Trained:
         found = []
         for number, at in zip(self.out.sequence_ids, self.places, strict=True):
             values = per_token(self.out.samples[number], number, name)
-            if values.ndim != 1:
+            if values.ndim != 1 or values.dtype.kind not in "biuf":
                 raise PayloadError(
-                    f"{name!r} of sample {number} has shape {values.shape}.",
+                    f"{name!r} of sample {number} has shape {values.shape} and type {values.dtype}.",
                     why="a loss reads one number per token.",
-                    hint="pass [len].",
+                    hint="pass [len]; for tokens of the prompt any number, such as 0.",
                 )
             found.append(torch.as_tensor(values).to(self.logprobs)[at])
         return torch.cat(found)
@@ -240,32 +256,51 @@ class _Trained:
         """p / p_old of every token, [N]."""
         return (self.logprobs - self.of_token("old_logprobs")).exp()
 
-    def clipped(self, advantages: Tensor, low: float, high: float) -> Tensor:
-        """min(r A, clip(r, 1 - low, 1 + high) A) of every token, [N]."""
+    def clipped(self, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+        """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of every token, [N]."""
         ratio = self.ratio()
-        return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+        return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
     def sum(self, values: Tensor, normaliser: str, constant: float | None, counts: Counts | None) -> Tensor:
         """The sum of `values` [N], each divided by what the normaliser says."""
         check_choice("normaliser", normaliser, NORMALISERS)
-        if (normaliser == "constant") is not (constant is not None and constant > 0):
-            wanted = "a number above 0" if normaliser == "constant" else "left out"
-            raise ValueError(f"constant is {constant!r}; with the normaliser {normaliser!r} it must be {wanted}")
-        if constant is not None:
+        if normaliser == "constant":
+            if constant is None or not 0 < constant < math.inf:
+                raise ValueError(f"constant is {constant!r}; it must be a number above 0")
             return values.sum() / constant
+        if constant is not None:
+            raise ValueError(f"constant is {constant!r}; with the normaliser {normaliser!r} it must be left out")
         divisors = values.new_tensor(self._divisors(normaliser, counts or self.out.counts))
         return (values / divisors[self.sequence]).sum()
 
     def _divisors(self, normaliser: str, counts: Counts) -> list[int]:
-        """Of every sequence's tokens."""
+        """Of every sequence's tokens; 0 where it has none."""
+        lengths = [len(at) for at in self.places]
         if normaliser == "per_token":
-            return [counts.tokens] * len(self.places)
+            return [_covering(counts.tokens, sum(lengths), "trained tokens")] * len(lengths)
         if normaliser == "per_sequence":
-            return [len(at) * counts.sequences for at in self.places]
-        for number in self.out.sequence_ids:
-            payload_of(self.out.samples[number], number, GROUP)
-        groups = [self.out.samples[number].key(GROUP) for number in self.out.sequence_ids]
+            sequences = _covering(counts.sequences, sum(length > 0 for length in lengths), "sequences")
+            return [length * sequences for length in lengths]
+        groups = [self.out.samples[number].key(GROUP, number) for number in self.out.sequence_ids]
+        own: Counter[Hashable] = Counter()
+        for group, length in zip(groups, lengths, strict=True):
+            own[group] += length
+        for group, tokens in own.items():
+            _covering(counts.group_tokens.get(group, 0), tokens, f"tokens of the group {group!r}")
         return [counts.group_tokens.get(group, 0) * len(counts.group_tokens) for group in groups]
+
+
+def _covering(count: int, own: int, what: str) -> int:
+    """The count, which is over a whole batch, and so not below that of a part of it."""
+    if count < own:
+        raise ValueError(f"counts has {count} {what}, and this output alone has {own}; it must be of the whole batch")
+    return count
+
+
+def _check_at_least_0(**options: float) -> None:
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value!r}; it must be a number of 0 or more")
 
 
 def _number(value: Any, number: int, name: str) -> float:
@@ -287,14 +322,24 @@ def _pairs(out: TreeOutput) -> tuple[list[int], list[int]]:
     sides: tuple[dict[Any, int], dict[Any, int]] = {}, {}
     for place, number in enumerate(out.sequence_ids):
         sample = out.samples[number]
-        payload_of(sample, number, PAIR)
-        pair, is_chosen = sample.key(PAIR), bool(payload_of(sample, number, "chosen"))
+        pair, is_chosen = sample.key(PAIR, number), _is_chosen(sample, number)
         if pair in sides[is_chosen]:
             raise _not_a_pair(pair, f"two samples that are {'chosen' if is_chosen else 'rejected'}")
         sides[is_chosen][pair] = place
     for pair in sides[0].keys() ^ sides[1].keys():
         raise _not_a_pair(pair, "one sample")
     return [sides[1][pair] for pair in sides[1]], [sides[0][pair] for pair in sides[1]]
+
+
+def _is_chosen(sample: Sample, number: int) -> bool:
+    found = _number(payload_of(sample, number, "chosen"), number, "chosen")
+    if found not in (0, 1):
+        raise PayloadError(
+            f"'chosen' of sample {number} is {sample.payloads['chosen']!r}.",
+            why="it says which of the two samples of a preference it is.",
+            hint="pass True or False.",
+        )
+    return bool(found)
 
 
 def _not_a_pair(pair: Any, what: str) -> PayloadError:

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from tree_compile.arguments import LOSS_HINT
 from tree_compile.capture import OutputForm
 from tree_compile.distributions import Distributions, TopTokens
 from tree_compile.per_sequence import PartsOfRows, PerSequence, number_of
-from tree_compile.row_result import RowResult
+from tree_compile.row_result import RowResult, no_logits
 from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.samples import Counts, Sample, payload_of
-from tree_compile.runtime.sequences import IntArray
 
 _INSTEAD = {
-    "loss": "; a loss is computed from out.logits[i] and the labels of sequence i",
+    "loss": f"; {LOSS_HINT}",
     "aux_loss": "; that of all sequences is losses.load_balancing(out, top_k=…)",
 }
 
@@ -38,10 +38,11 @@ class TreeOutput(Sequence[Any]):
     def __post_init__(self) -> None:
         self.sequence_ids = sorted(sequence for result in self._results for sequence in result.row.sequence_ids)
         places = range(len(self._results[0]))
-        self._tensors = [self._by_sequence(partial(RowResult.parts, place=place)) for place in places]
+        self._tensors = [self._by_sequence(partial(RowResult.parts, place=place), "out.logits") for place in places]
 
-    def _by_sequence(self, parts: Callable[[RowResult], Sequence[Any]]) -> PerSequence[Any]:
-        return PerSequence(self.sequence_ids, PartsOfRows(self._results, parts))
+    def _by_sequence(self, parts: Callable[[RowResult], Sequence[Any]], name: str) -> PerSequence[Any]:
+        of_rows = PartsOfRows(self._results, [partial(parts, result) for result in self._results])
+        return PerSequence(self.sequence_ids, of_rows, name)
 
     def __repr__(self) -> str:
         return f"TreeOutput({count_of(len(self), 'sequence')}, {count_of(len(self._tensors), 'tensor')} each)"
@@ -58,7 +59,13 @@ class TreeOutput(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (self[sequence] for sequence in self.sequence_ids)
 
+    def __reversed__(self) -> Iterator[Any]:
+        return (self[sequence] for sequence in reversed(self.sequence_ids))
+
     def __getattr__(self, name: str) -> Any:
+        if name in vars(TreeOutput):
+            # Python comes here too where a property raises an AttributeError, as OutputError is, and forgets that one.
+            return vars(TreeOutput)[name].__get__(self)
         raise AttributeError(
             f"a TreeOutput has no {name!r}: out[i] is the model's output for sequence i{_INSTEAD.get(name, '')}"
         )
@@ -69,8 +76,10 @@ class TreeOutput(Sequence[Any]):
 
         Raises:
             OutputError: the model does not end in a product of states and parameters.
+            StaleOutputError: from `[i]`, as in `logprobs`.
         """
-        return self._by_sequence(RowResult.hidden)
+        self._results[0].require_head()
+        return self._by_sequence(RowResult.hidden, "out.hidden")
 
     @property
     def logprobs(self) -> PerSequence[Tensor]:
@@ -80,24 +89,31 @@ class TreeOutput(Sequence[Any]):
         token that sequences share is computed once. The first token of a sequence has no probability.
 
         Raises:
-            StaleOutputError: a parameter of the model's head was changed since the call.
+            OutputError: the model's output has no logits [T, vocabulary].
+            StaleOutputError: from `[i]`: the head, or the states before it, were changed since the call.
+            TokenRangeError: the model has no logit for a token.
         """
         return self._distributions.logprobs
 
-    def logprobs_at(self, places: Mapping[int, IntArray]) -> PerSequence[Tensor]:
-        """The log-probabilities of some tokens alone: the head is computed for what predicts them, and for no other.
+    @property
+    def trained_logprobs(self) -> PerSequence[Tensor]:
+        """The log-probabilities of the tokens of every sample that are trained on: `[trained_i]`, as `logprobs`.
 
-        Args:
-            places: by the number of the sequence, which of its tokens: int64 [n_i], none of them 0.
+        The head is computed for what predicts them, and once for all losses over this output.
 
-        Returns:
-            `[n_i]` for every sequence.
+        Raises:
+            PlanError: the call was made with sequences that are no samples.
+            OutputError, StaleOutputError, TokenRangeError: as `logprobs`.
         """
-        return self._distributions.logprobs_at(places)
+        return self._distributions.trained_logprobs
 
     @property
     def entropy(self) -> PerSequence[Tensor]:
-        """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`."""
+        """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`.
+
+        Raises:
+            OutputError, StaleOutputError: as `logprobs`.
+        """
         return self._distributions.entropy
 
     def topk(self, k: int) -> PerSequence[TopTokens]:
@@ -105,6 +121,7 @@ class TreeOutput(Sequence[Any]):
 
         Raises:
             ValueError: `k` is not between 1 and the number of logits.
+            OutputError, StaleOutputError: as `logprobs`.
         """
         return self._distributions.topk(k)
 
@@ -113,14 +130,16 @@ class TreeOutput(Sequence[Any]):
 
         Args:
             labels: by the number of the sequence, token ids `[len_i - 1]` or, several for each place,
-                `[len_i - 1, …]`.
+                `[len_i - 1, …]`. They are copied.
 
         Returns:
             For every sequence a tensor of the shape of its labels.
 
         Raises:
             PayloadError: labels are missing, or not one or several for every place.
+            TokenTypeError: they are no list, array or tensor.
             TokenRangeError: a label is no token id of the model.
+            OutputError, StaleOutputError: as `logprobs`.
         """
         return self._distributions.logprobs_of(labels)
 
@@ -141,13 +160,18 @@ class TreeOutput(Sequence[Any]):
         """The samples of the call, by their numbers.
 
         Raises:
-            PlanError: the call was made with sequences without payloads.
+            PlanError: the call was made with sequences that are no samples.
         """
         return {number: sample for result in self._results for number, sample in result.row.samples.items()}
 
     @property
     def counts(self) -> Counts:
-        """What is counted over all samples of the batch, those of other rows among them."""
+        """What is counted over all samples of the batch, those of other rows among them.
+
+        Raises:
+            PlanError: the call was made with sequences that are no samples, or with a row that a `Planner` gave out,
+                before all samples of the batch were known.
+        """
         return self._results[0].row.counts
 
     def payload(self, name: str) -> PerSequence[Any]:
@@ -155,10 +179,10 @@ class TreeOutput(Sequence[Any]):
 
         Raises:
             PayloadError: there is none of this name.
-            PlanError: the call was made with sequences without payloads.
+            PlanError: the call was made with sequences that are no samples.
         """
         found = {number: payload_of(sample, number, name) for number, sample in self.samples.items()}
-        return PerSequence(self.sequence_ids, found)
+        return PerSequence(self.sequence_ids, found, f"out.payload({name!r})")
 
     @property
     def router_logits(self) -> PerSequence[tuple[Tensor, ...]]:
@@ -167,7 +191,7 @@ class TreeOutput(Sequence[Any]):
         Raises:
             OutputError: the model does not return them.
         """
-        return self._by_sequence(_router_logits_of_sequences)
+        return self._by_sequence(_router_logits_of_sequences, "out.router_logits")
 
     @property
     def row_results(self) -> Sequence[RowResult]:
@@ -178,10 +202,17 @@ class TreeOutput(Sequence[Any]):
     def logits(self) -> PerSequence[Tensor]:
         """The logits of every sequence: `[len_i, vocabulary]`.
 
-        They are the output itself where it is a tensor, its entry or attribute `logits` where it has one, else its
-        first tensor.
+        They are the output itself where it is a tensor, its first tensor where it is a tuple or a list, else its entry
+        or attribute `logits`.
+
+        Raises:
+            OutputError: it has no such tensor.
+            StaleOutputError: from `[i]`, as in `logprobs`.
         """
-        return self._tensors[self._form.logits_place(len(self._tensors))]
+        place = self._form.logits_place(len(self._tensors))
+        if place is None:
+            raise no_logits()
+        return self._tensors[place]
 
 
 def _router_logits_of_sequences(result: RowResult) -> list[tuple[Tensor, ...]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tree_compile.arguments import LOSS_HINT
 from tree_compile.capture import Captured, OutputForm, capture
 from tree_compile.errors import CaptureError, RefusedModelError, TokenMixingError, UnknownOpError
 from tree_compile.foreign import without_gradients_of_embeddings
@@ -47,7 +48,11 @@ from tree_compile.short_lengths import same_when_short
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 CAPTURING = threading.RLock()
-"""Held by what changes torch for a while, and by the thread that loads the planner."""
+"""Held by what changes torch for a while, and by the thread that loads the planner.
+
+A capture takes it before the lock of `patches`. So does a fork, whose hooks run in the reverse order of their
+registration: `patches` is imported, and its lock registered, before this one.
+"""
 free_in_forks(CAPTURING)
 _LONGEST_EXAMPLE = 4_096
 
@@ -90,8 +95,8 @@ class Rewritten:
     trail: Trail
 
     @property
-    def logits_place(self) -> int:
-        """Which tensor of the output has the logits."""
+    def logits_place(self) -> int | None:
+        """Which tensor of the output has the logits; None where it has names, and none of them is that of logits."""
         return self.output_form.logits_place(len(self.batched))
 
     @property
@@ -108,9 +113,15 @@ class Rewritten:
         """The arguments of the graph for one row."""
         return graph_inputs(row, device, carries_state=self.carries_state, windows=self.windows)
 
-    def without_batch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The graph's results, or the model's, without their batch dimension of size one."""
-        return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, self.batched, strict=True)]
+    def without_batch(self, tensors: Sequence[Tensor], left_out: int | None = None) -> list[Tensor]:
+        """The graph's results, or the model's, without their batch dimension of size one.
+
+        Args:
+            tensors: the results.
+            left_out: place of one that is not among them; None where they are all there.
+        """
+        batched = [batch for place, batch in enumerate(self.batched) if place != left_out]
+        return [tensor[0] if batch else tensor for tensor, batch in zip(tensors, batched, strict=True)]
 
 
 def rewrite_model(plain: PlainModel, reach: int = FIRST_REACH, example_tokens: int = 0) -> Rewritten:
@@ -208,7 +219,7 @@ def _loss_told(graph_module: fx.GraphModule) -> Iterator[None]:
         if not has_number:
             raise
         hint = (
-            "if this makes a loss: return the logits alone, and compute it from out.logprobs or out.logits[i]; "
+            f"if this makes a loss: return the logits alone, and {LOSS_HINT}; "
             "one that balances experts: return `router_logits` of each layer for losses.load_balancing(out)."
         )
         raise type(error)(error.what, where=error.where, why=error.why, hint=hint) from error.__cause__

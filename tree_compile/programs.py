@@ -59,11 +59,9 @@ class Program:
     def _result(
         self, row: Row, tensors: tuple[Tensor, ...], settings: CallSettings, head: RowHead | None = None
     ) -> RowResult:
-        place, batched = self.rewritten.logits_place, list(self.rewritten.batched)
-        if head is not None:
-            del batched[place]
-        parts = tuple(t[0] if has_batch else t for t, has_batch in zip(tensors, batched, strict=True))
-        return RowResult(row, parts, settings, place, self.rewritten.router_places, head)
+        place = self.rewritten.logits_place
+        parts = self.rewritten.without_batch(tensors, None if head is None else place)
+        return RowResult(row, tuple(parts), settings, place, self.rewritten.router_places, head)
 
 
 def make_program(plain: PlainModel, backend: str) -> Program:
@@ -84,7 +82,8 @@ def _blocks_of(rewritten: Rewritten, backend: str) -> Blocks:
     """The compiled blocks; the last one is the head, where there is one that can be cut off."""
     graph_module, place = rewritten.graph_module, rewritten.logits_place
     outputs: Any = graph_module.graph.output_node().args[0]
-    head = find_head(graph_module.graph, outputs[place]) if outputs.count(outputs[place]) == 1 else None
+    stands_alone = place is not None and outputs.count(outputs[place]) == 1
+    head = find_head(graph_module.graph, outputs[place]) if stands_alone else None
     return Blocks(graph_module, BACKENDS[backend], head)
 
 

@@ -23,7 +23,7 @@ class RowResult:
         row: the row.
         tensors: `[T, …]` each, in the layout of the row (padding may follow); without the logits where there is a head.
         settings: those of torch that the call was made under.
-        logits_place: place of the logits among the outputs.
+        logits_place: place of the logits among the outputs; None where none of their names is that of logits.
         router_places: places of the logits of routers, one for each layer that has one.
         head: makes the logits; None where they are among the tensors.
     """
@@ -31,7 +31,7 @@ class RowResult:
     row: Row
     tensors: tuple[Tensor, ...]
     settings: CallSettings
-    logits_place: int
+    logits_place: int | None
     router_places: tuple[int, ...] = ()
     head: RowHead | None = None
 
@@ -39,13 +39,24 @@ class RowResult:
         return len(self.tensors) + (self.head is not None)
 
     def tensor(self, place: int) -> Tensor:
-        """The output at `place`; logits are computed when they are first asked for."""
-        if self.head is None or place < self.logits_place:
+        """The output at `place`; logits are computed when they are first asked for.
+
+        Raises:
+            StaleOutputError: it is the logits, and what they are computed from was changed since the call.
+        """
+        if self.head is None or self.logits_place is None or place < self.logits_place:
             return self.tensors[place]
-        return self.head.logits if place == self.logits_place else self.tensors[place - 1]
+        if place > self.logits_place:
+            return self.tensors[place - 1]
+        self.head.require_unchanged()
+        return self.head.logits
 
     def parts(self, place: int) -> list[Tensor]:
-        """The output at `place`, one part `[len_i, …]` for every sequence of the row, in the order of its ids."""
+        """The output at `place`, one part `[len_i, …]` for every sequence of the row, in the order of its ids.
+
+        Raises:
+            StaleOutputError: as `tensor`.
+        """
         return self.unpacked(self.tensor(place))
 
     @property
@@ -65,24 +76,39 @@ class RowResult:
         return found
 
     @property
+    def vocabulary(self) -> int:
+        """Number of logits.
+
+        Raises:
+            OutputError: the logits are not one number for every token id and token.
+        """
+        return self.head.head.vocabulary if self.head is not None else self._logits.shape[1]
+
+    @property
     def states(self) -> States:
         """The states before the head; without one the logits themselves, which make themselves.
 
         Raises:
             OutputError: the logits are not one number for every token id and token.
-            StaleOutputError: what logits are computed from was changed since the call.
         """
         if self.head is not None:
-            self.head.require_unchanged()
             return self.head.states
-        logits = self.tensors[self.logits_place]
+        logits = self._logits
+        return States(logits, (), _as_they_are, logits.shape[1], logits.dtype)
+
+    @property
+    def _logits(self) -> Tensor:
+        logits = None if self.logits_place is None else self.tensor(self.logits_place)
+        if logits is None:
+            raise no_logits()
         if logits.dim() != 2 or not logits.is_floating_point():
             raise OutputError(
-                f"The model's output has no logits: its first tensor is {logits.dtype} with {logits.dim()} dimensions.",
+                f"The model's output has no logits: in their place is a tensor of {logits.dtype} with "
+                f"{logits.dim()} dimensions.",
                 why="log-probabilities are computed from logits [T, vocabulary].",
                 hint="return the logits as the output, or as its entry or attribute `logits`.",
             )
-        return States(logits, (), _as_they_are, logits.shape[1])
+        return logits
 
     def hidden(self) -> list[Tensor]:
         """The states before the head `[len_i, width]`, for every sequence of the row.
@@ -91,20 +117,45 @@ class RowResult:
             OutputError: there is no head.
             StaleOutputError: they were changed since the call.
         """
+        head = self.require_head()
+        head.require_unchanged()
+        return self.unpacked(head.hidden)
+
+    def require_head(self) -> RowHead:
+        """The head.
+
+        Raises:
+            OutputError: there is none.
+        """
         if self.head is None:
             raise OutputError(
                 "The states before the logits are not known.",
                 why="the model does not end in a product of states and parameters that stands alone.",
                 hint="let the model return them.",
             )
-        self.head.require_unchanged()
-        return self.unpacked(self.head.hidden)
+        return self.head
+
+    def require_unchanged(self) -> None:
+        """Refuses to compute from states that are not those of the call.
+
+        Raises:
+            StaleOutputError: what logits are computed from was changed since the call.
+        """
+        if self.head is not None:
+            self.head.require_unchanged()
 
     def unpacked(self, values: Tensor) -> list[Tensor]:
         """Values `[T, …]` of the row, one part `[len_i, …]` for every sequence, in the order of its ids."""
-        # Values that are first asked for under no_grad, to be printed, are asked for again by a loss.
-        with self.settings.restored():
-            return unpack_row(values, [self.row.path_ranges(sequence) for sequence in self.row.sequence_ids])
+        return unpack_row(values, [self.row.path_ranges(sequence) for sequence in self.row.sequence_ids])
+
+
+def no_logits() -> OutputError:
+    """What says that none of the output's names is that of logits."""
+    return OutputError(
+        "The model's output has no logits: none of its names is `logits`, with a tensor.",
+        why="it may be states, and what is computed from logits would be computed from them.",
+        hint="return them as the entry or attribute `logits`, as a causal language model does; out[i] has the others.",
+    )
 
 
 def _as_they_are(logits: Tensor, _others: Sequence[Tensor]) -> Tensor:

@@ -66,9 +66,10 @@ class _Sides:
         values = self._beside_zeros(torch.from_numpy(tokens)[None])
         with torch.no_grad():
             row = self._in_row(values)
-            alone = [self._alone(tuple(value[:, :length] for value in values)) for length in lengths]
-        found = [[part[:length] for part in row] for length in lengths]
-        return relative_difference(found, alone) <= self._allowed
+            alone = {length: self._alone_or_none(tuple(value[:, :length] for value in values)) for length in lengths}
+        taken = {length: parts for length, parts in alone.items() if parts is not None}
+        found = [[part[:length] for part in row] for length in taken]
+        return relative_difference(found, taken.values()) <= self._allowed
 
     def same_with_gradients(self, length: int) -> bool:
         """Whether outputs and gradients are the same for several sequences of one length."""
@@ -85,9 +86,8 @@ class _Sides:
     def _same(self, values: tuple[Tensor, ...]) -> bool:
         parameters = smallest_parameters(trained_parameters(self._plain.model))
         with torch.enable_grad():
-            try:
-                alone = self._alone(values)
-            except CaptureError:
+            alone = self._alone_or_none(values)
+            if alone is None:
                 return True
             parts = [[self._in_row(values)], [alone]]
             found, expected = (list(gradients_of(own, weights_of(own), parameters).values()) for own in parts)
@@ -108,6 +108,10 @@ class _Sides:
             return [Sample(values[0][0], routed_experts=named[ROUTED][0])]
         return {name: value.tolist() for name, value in named.items()}
 
-    def _alone(self, values: tuple[Tensor, ...]) -> list[Tensor]:
-        with ties_of(self._rewritten, values[0].shape[1]), of_the_model_alone():
-            return self._rewritten.without_batch(tensors_of(self._plain(values)))
+    def _alone_or_none(self, values: tuple[Tensor, ...]) -> list[Tensor] | None:
+        """What the model computes; None where it does not take so many tokens."""
+        try:
+            with ties_of(self._rewritten, values[0].shape[1]), of_the_model_alone():
+                return self._rewritten.without_batch(tensors_of(self._plain(values)))
+        except CaptureError:
+            return None

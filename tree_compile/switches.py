@@ -27,7 +27,7 @@ _FOUND = [(name.removeprefix("_get_"), getattr(torch._C, name)) for name in _SWI
 def switches(device: str) -> Iterator[tuple[str, str, Hashable]]:
     """Path, name and value of every setting; `device` is the type of device of the model."""
     yield "torch", "get_default_dtype()", torch.get_default_dtype()
-    yield "torch", "autocast", _autocast_dtype(device)
+    yield "torch", "autocast", autocast_dtype(device)
     yield "torch", "get_default_device()", str(torch.get_default_device())
     yield "torch", "get_num_threads()", torch.get_num_threads()
     for name, ask in _FOUND:
@@ -36,8 +36,8 @@ def switches(device: str) -> Iterator[tuple[str, str, Hashable]]:
         yield "torch.distributed", "rank", (distributed.get_rank(), distributed.get_world_size())
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """None where autocast is off, or is unknown on such a device, as on the meta device."""
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast; None where it is off, or is unknown on such a device, as on the meta device."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

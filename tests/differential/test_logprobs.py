@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from tests.differential.comparison import Result, gradient_difference, output_difference, run
 from tests.differential.double import InDouble
 from tests.differential.trees import deep_sequences, random_sequences
-from tree_compile import Plan, TreeModel, plan_rows, treecompile
+from tree_compile import Plan, Sample, TreeModel, plan_rows, treecompile
+from tree_compile.changes import Marks
 from tree_compile.errors import OutputError, PayloadError, StaleOutputError, TokenRangeError, TokenTypeError
 from tree_compile.runtime import next_tokens
 from tree_compile.tiny import tiny_model
@@ -65,6 +68,11 @@ def not_by_a_product(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
     return model.head(x) + x.mean(-1, keepdim=True).exp()
 
 
+def with_rows_that_are_chosen(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
+    chosen = torch.where(x[0, :, 0] > 0)[0]
+    return model.head(x)[0].index_add(0, chosen, model.up(model.down(x[0][chosen])))[None]
+
+
 def family(model_type: str, **settings: object) -> Callable[[], nn.Module]:
     return lambda: tiny_model(model_type, **settings)
 
@@ -82,8 +90,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a head with a part that is not trained": lambda: Own(with_a_part_that_is_not_trained),
     "a head that reads the number of tokens": lambda: Own(with_a_size),
     "no head": lambda: Own(not_by_a_product),
+    "rows that are chosen beside a product": lambda: Own(with_rows_that_are_chosen),
 }
-HEADLESS = {"no head"}
+HEADLESS = {"no head", "rows that are chosen beside a product"}
 
 
 @cache
@@ -169,9 +178,10 @@ def without_rewrite(model: nn.Module, plan: Plan) -> tuple[list[Tensor], list[Te
 @pytest.mark.parametrize("name", MODELS)
 def test_only_a_head_that_stands_alone_is_cut_off(name) -> None:
     out = tree_model_of(name)(SEQUENCES)
+    assert hasattr(out, "hidden") is (name not in HEADLESS)
     if name in HEADLESS:
         with pytest.raises(OutputError, match="states before the logits"):
-            len(out.hidden[0])
+            _ = out.hidden
     else:
         assert [len(states) for states in out.hidden] == [len(sequence) for sequence in SEQUENCES]
 
@@ -278,7 +288,14 @@ def test_labels_of_every_sequence_have_their_own_logprobs(shape) -> None:
 )
 def test_labels_that_do_not_fit_are_named(labels, error, message) -> None:
     with pytest.raises(error, match=message):
-        list(tree_model_of("llama")([[1, 2, 3], [1, 4]]).logprobs_of(labels))
+        tree_model_of("llama")([[1, 2, 3], [1, 4]]).logprobs_of(labels)
+
+
+def test_labels_may_be_filled_again_after_the_call() -> None:
+    out, labels = tree_model_of("llama")([[1, 2, 3]]), torch.tensor([4, 5])
+    found, expected = out.logprobs_of([labels]), out.logprobs_of([[4, 5]])
+    labels.fill_(7)
+    assert torch.equal(found[0], expected[0])
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, float("inf"), float("nan")])
@@ -290,7 +307,7 @@ def test_temperature_is_above_zero(temperature) -> None:
 @pytest.mark.parametrize("k", [0, VOCABULARY + 1])
 def test_likeliest_tokens_are_no_more_than_there_are_logits(k) -> None:
     with pytest.raises(ValueError, match="between 1 and the number of logits, 128"):
-        list(tree_model_of("llama")(SEQUENCES).topk(k))
+        tree_model_of("llama")(SEQUENCES).topk(k)
 
 
 @pytest.mark.parametrize("ask", ["logits", "logprobs", "entropy"])
@@ -335,22 +352,158 @@ def fused_step(model: nn.Module, out: Any) -> None:
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
+def own_step(model: nn.Module, out: Any) -> None:
+    out.logits[1].sum().backward()
+    for parameter in model.parameters():
+        parameter.data -= 0.1 * parameter.grad
+
+
+def clipped_through_data(model: nn.Module, _out: Any) -> None:
+    model.lm_head.weight.data.clamp_(-0.05, 0.05)
+
+
+def states_through_data(_model: nn.Module, out: Any) -> None:
+    out.hidden[0].data.mul_(2)
+
+
 def changed_states(_model: nn.Module, out: Any) -> None:
     with torch.no_grad():
         out.hidden[0].mul_(2)
 
 
-@pytest.mark.parametrize("change", [replaced_storage, fused_step, changed_states])
+CHANGES = [replaced_storage, fused_step, own_step, clipped_through_data, changed_states, states_through_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("asked_before", ["logprobs", None])
 def test_no_change_of_the_head_goes_unseen(change, asked_before) -> None:
     model = tiny_model("llama")
     tree_model = treecompile(model, backend="eager", self_check=False, min_shared_tokens=1)
-    out = tree_model([[1, 2, 3]] if change is changed_states else SEQUENCES)
+    out = tree_model([[1, 2, 3]] if change in (changed_states, states_through_data) else SEQUENCES)
     if asked_before:
         assert out.logprobs[0].requires_grad
     change(model, out)
     with pytest.raises(StaleOutputError, match=r"before optimizer\.step"):
         out.entropy[0]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda out: out.logits,
+        lambda out: out.hidden,
+        lambda out: out.logprobs,
+        lambda out: out.trained_logprobs,
+        lambda out: out.entropy,
+        lambda out: out.topk(2),
+        lambda out: out.logprobs_of([sequence[1:] for sequence in SEQUENCES]),
+    ],
+)
+def test_head_is_compared_with_that_of_the_call_once_for_what_is_asked_of_a_row(ask, monkeypatch) -> None:
+    plan = plan_rows(list(map(Sample, SEQUENCES)), 6, min_shared_tokens=1)
+    out, compared, are_unchanged = tree_model_of("llama")(plan), [], Marks.are_unchanged
+    monkeypatch.setattr(Marks, "are_unchanged", lambda marks: compared.append(marks) or are_unchanged(marks))
+    assert len(list(ask(out))) == len(SEQUENCES)
+    assert len(compared) == len(plan.rows) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.bool])
+@pytest.mark.parametrize("size", [3, 8])
+def test_change_through_data_is_seen_in_every_type(dtype: torch.dtype, size: int) -> None:
+    table = torch.zeros(size + 1, 3, dtype=dtype)
+    for tensor in (table, table[1:], table.T, table[:0]):
+        marks = Marks([tensor])
+        assert marks.are_unchanged()
+        if tensor.numel():
+            tensor.data[-1, -1] = 1
+            assert not marks.are_unchanged()
+            tensor.data[-1, -1] = 0
+
+
+def test_dropout_with_autocast_switched_off_is_drawn_once() -> None:
+    def dropped(model: Own, x: Tensor, _ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.dropout(model.head(x.float()), 0.5, model.training)
+
+    tree_model = treecompile(Own(dropped), backend="eager", self_check=False, min_shared_tokens=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = tree_model([[1, 2, 3, 4]])
+    expected = out.logits[0][:-1].log_softmax(-1).gather(1, torch.tensor([[2], [3], [4]]))[:, 0]
+    torch.testing.assert_close(out.logprobs[0], expected)
+
+
+def test_logits_that_are_wider_than_the_states_keep_their_type() -> None:
+    torch.manual_seed(0)
+    tree_model = treecompile(Own(lambda model, x, _ids: model.head(x).double()), backend="eager", min_shared_tokens=1)
+    model = tree_model.unpacked
+    expected = run(model, lambda: flat(*([of(model, s) for s in SEQUENCES] for of in (plain_entropy, plain_logprobs))))
+
+    def packed() -> list[Tensor]:
+        out = tree_model(SEQUENCES)
+        return flat(out.entropy, out.logprobs)
+
+    found = run(model, packed)
+    assert {part.dtype for part in packed()} == {torch.float64}
+    assert output_difference(expected, found) < 1e-6
+    # That of the keys' bias is the rounding of 0.
+    for name in ("head.weight", "embed.weight"):
+        torch.testing.assert_close(found.gradients[name], expected.gradients[name])
+
+
+class FewLogits(Own):
+    """Has logits for the first token ids alone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x, _ids: model.head(x))
+        self.head = nn.Linear(16, 100)
+
+
+def test_token_without_a_logit_is_refused_where_it_is_predicted() -> None:
+    tree_model = treecompile(FewLogits(), backend="eager", min_shared_tokens=1)
+    sequences = [[1, 2, 3], [1, 120, 4, 5], [110, 2]]
+    out = tree_model([Sample(tokens, [0, 0, 1, 1][: len(tokens)]) for tokens in sequences])
+    with pytest.raises(TokenRangeError, match="Sequence 1 holds the token id 120, which has no log-probability"):
+        _ = out.logprobs
+    for logits, tokens, entropy, best, own in zip(
+        out.logits, sequences, out.entropy, out.topk(2), out.trained_logprobs, strict=True
+    ):
+        logprobs = logits[:-1].log_softmax(-1)
+        torch.testing.assert_close(entropy, entropy_of(logprobs))
+        torch.testing.assert_close(best.logprobs, logprobs.topk(2).values)
+        torch.testing.assert_close(own, logprobs[range(1, len(tokens) - 1), tokens[2:]])
+
+
+Named = namedtuple("Named", ["loss", "scores"])
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: BaseModelOutput(last_hidden_state=x),
+        lambda x: {"loss": None, "scores": x},
+        lambda x: {"logits": (x, x)},
+        lambda x: {"logits": 0, "scores": x},
+        lambda x: Named(None, x),
+    ],
+)
+def test_output_with_names_has_the_logits_of_that_name_alone(output: Callable[[Tensor], Any]) -> None:
+    tree_model = treecompile(Own(lambda model, x, _ids: output(model.head(x))), backend="eager")
+    out = tree_model(SEQUENCES)
+    for ask in ("logits", "logprobs", "entropy"):
+        with pytest.raises(OutputError, match="none of its names is `logits`"):
+            getattr(out, ask)
+    for ask in (lambda: out.topk(1), lambda: out.logprobs_of(SEQUENCES)):
+        with pytest.raises(OutputError, match="none of its names is `logits`"):
+            ask()
+    assert not hasattr(out, "logits")
+    assert out[0] is not None
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_output_without_names_has_its_first_tensor_as_logits(kind: type) -> None:
+    tree_model = treecompile(Own(lambda model, x, _ids: kind([None, model.head(x), x])), backend="eager")
+    out = tree_model(SEQUENCES)
+    assert torch.equal(out.logits[0], out[0][1])
 
 
 def test_output_without_logits_is_told() -> None:
@@ -363,4 +516,4 @@ def test_output_without_logits_is_told() -> None:
             return self.embed(ids).unflatten(-1, (2, 2))
 
     with pytest.raises(OutputError, match="has no logits"):
-        treecompile(Count(), backend="eager")(SEQUENCES).logprobs[0]
+        _ = treecompile(Count(), backend="eager")(SEQUENCES).logprobs

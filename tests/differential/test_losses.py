@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from tests.differential.double import InDouble
 from tests.differential.trees import random_sequences
-from tree_compile import Sample, TreeModel, losses, plan_rows, treecompile
-from tree_compile.errors import PayloadError, PlanError
+from tree_compile import Plan, Sample, TreeModel, distributions, losses, plan_rows, treecompile
+from tree_compile.errors import PayloadError, PlanError, UnsupportedArgumentError
+from tree_compile.runtime.next_tokens import next_tokens
+from tree_compile.runtime.planner import Planner
 from tree_compile.tiny import tiny_model
 
 TOLERANCE = 1e-9
@@ -215,14 +217,22 @@ BAD: dict[str, tuple[list[Any], str]] = {
                 "Sample 1 has no payload 'old_logprobs', and sample 0 has"),
     "too short": ([Sample([1, 2, 3], old_logprobs=[0.0] * 2, advantage=1.0)],
                   r"'old_logprobs' of sample 0 has shape \(2,\) for 3 tokens"),
-    "nan": ([Sample([1, 2, 3], old_logprobs=NAN, advantage=1.0)], "'old_logprobs' of sample 0 is NaN at token 1"),
+    "nan": ([Sample([1, 2, 3], old_logprobs=NAN, advantage=1.0)], "'old_logprobs' of sample 0 is nan at token 1"),
     "not flat": ([Sample([1, 2], old_logprobs=[[0.0], [0.0]], advantage=1.0)],
                  r"'old_logprobs' of sample 0 has shape \(2, 1\)"),
     "text": ([Sample([1, 2], old_logprobs="ab", advantage=1.0)], "'old_logprobs' of sample 0 is a str"),
     "nowhere": ([Sample([1, 2], advantage=1.0)], "Sample 0 has no payload 'old_logprobs'"),
     "no number": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage=[1.0, 2.0])], "'advantage' of sample 0 is"),
     "no mask": ([Sample([1, 2], [1], old_logprobs=[0.0, 0.0], advantage=1.0)],
-                "`trainable` of sample 0 has 1 entries for 2 tokens"),
+                r"Sample 0: `trainable` has shape \(1,\) for 2 tokens"),
+    "mask with two dimensions": ([Sample([1, 2], np.ones((2, 2)), old_logprobs=[0.0, 0.0], advantage=1.0)],
+                                 r"Sample 0: `trainable` has shape \(2, 2\) for 2 tokens"),
+    "mask without dimensions": ([Sample([1, 2], np.array(1), old_logprobs=[0.0, 0.0], advantage=1.0)],
+                                r"Sample 0: `trainable` has shape \(\) for 2 tokens"),
+    "infinite": ([Sample([1, 2], old_logprobs=[0.0, -math.inf], advantage=1.0)],
+                 "'old_logprobs' of sample 0 is -inf at token 1"),
+    "none": ([Sample([1, 2], old_logprobs=[None, -1.0], advantage=1.0)],
+             "'old_logprobs' of sample 0 has shape .* and type object"),
     "no sample": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage=1.0), [1, 2]], "Element 1 is a list among"),
 }  # fmt: skip
 
@@ -250,16 +260,19 @@ def test_row_without_trained_tokens_adds_nothing() -> None:
 
 
 def test_loss_of_sequences_without_payloads_is_refused() -> None:
-    with pytest.raises(PlanError, match="have no payloads"):
+    with pytest.raises(PlanError, match="are no samples"):
         losses.sft(tree_model()([[1, 2, 3]]), normaliser="per_token")
+
+
+NO_DIVISORS = (-1.0, 0, math.inf, math.nan)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"normaliser": "mean"}, "normaliser is 'mean'"),
-        ({"normaliser": "constant"}, "it must be a number above 0"),
-        ({"normaliser": "per_token", "constant": 3.0}, "it must be left out"),
+        *(({"normaliser": "constant", "constant": it}, "it must be a number above 0") for it in (None, *NO_DIVISORS)),
+        *(({"normaliser": "per_token", "constant": it}, "it must be left out") for it in (3.0, *NO_DIVISORS)),
     ],
 )
 def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
@@ -275,3 +288,161 @@ def test_half_of_a_preference_is_refused(sides: list[bool], message: str) -> Non
     batch = [Sample([1, 2, i], reference_logprobs=[0.0] * 3, pair=7, chosen=side) for i, side in enumerate(sides)]
     with pytest.raises(PayloadError, match=f"pair 7 {message}|pair 7 has {message}"):
         losses.dpo(tree_model()(batch))
+
+
+def test_constant_of_numpy_is_a_number() -> None:
+    out = tree_model()([Sample([1, 2, 3])])
+    loss = losses.sft(out, normaliser="constant", constant=np.float64(3))
+    assert torch.equal(loss, losses.sft(out, normaliser="constant", constant=3))
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan])
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (losses.grpo, "clip_low"),
+        (losses.grpo, "clip_high"),
+        (losses.ppo_clip, "clip"),
+        (losses.cispo, "clip_high"),
+    ],
+)
+def test_clip_below_zero_is_refused(loss: Callable[..., Tensor], name: str, value: float) -> None:
+    out = tree_model()([Sample([1, 2], old_logprobs=[0.0] * 2, advantage=1.0, advantages=[0.0] * 2)])
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number of 0 or more"):
+        loss(out, normaliser="per_token", **{name: value})
+
+
+@pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
+def test_beta_that_is_not_above_zero_is_refused(beta: float) -> None:
+    batch = [Sample([1, 2], reference_logprobs=[0.0] * 2, pair=1, chosen=side) for side in (True, False)]
+    with pytest.raises(ValueError, match=r"beta is .*; it must be a number above 0"):
+        losses.dpo(tree_model()(batch), beta=beta)
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "counts", "message"),
+    [
+        ("per_token", losses.Counts(tokens=1), "counts has 1 trained tokens, and this output alone has 2"),
+        ("per_sequence", losses.Counts(tokens=9), "counts has 0 sequences, and this output alone has 1"),
+        ("per_group", losses.Counts(9, 9, {"b": 9}), "counts has 0 tokens of the group 'a'"),
+    ],
+)
+def test_counts_that_do_not_cover_the_output_are_refused(normaliser: str, counts: Any, message: str) -> None:
+    out = tree_model()([Sample([1, 2, 3], group="a")])
+    with pytest.raises(ValueError, match=message):
+        losses.sft(out, normaliser=normaliser, counts=counts)
+
+
+def test_counts_without_the_pairs_of_the_output_are_refused() -> None:
+    batch = [Sample([1, 2], reference_logprobs=[0.0] * 2, pair=1, chosen=side) for side in (True, False)]
+    with pytest.raises(ValueError, match="counts has 0 pairs, and this output alone has 1"):
+        losses.dpo(tree_model()(batch), counts=losses.Counts(9, 9))
+
+
+@pytest.mark.parametrize("name", ["group", "pair"])
+@pytest.mark.parametrize("value", [[1, 2], np.ones(2), torch.ones(2), math.nan])
+def test_what_cannot_be_compared_is_no_group_and_no_pair(name: str, value: Any) -> None:
+    batch = [Sample([1, 2], **{name: 1}), Sample([1, 3], **{name: value})]
+    with pytest.raises(PayloadError, match=f"'{name}' of sample 1 is "):
+        losses.counts_of(batch)
+    with pytest.raises(PayloadError, match=f"'{name}' of sample 1 is "):
+        losses.sft(tree_model()(batch), normaliser="per_token")
+
+
+@pytest.mark.parametrize("chosen", ["False", math.nan, 2, [True]])
+def test_which_sample_is_chosen_is_true_or_false(chosen: Any) -> None:
+    batch = [Sample([1, 2], reference_logprobs=[0.0] * 2, pair=1, chosen=side) for side in (True, chosen)]
+    with pytest.raises(PayloadError, match="'chosen' of sample 1 is"):
+        losses.dpo(tree_model()(batch))
+
+
+def test_two_losses_over_one_output_compute_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, calls = tree_model().unpacked, samples(), []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return next_tokens(*args, **options)
+
+    def both(first: Any, second: Any) -> Tensor:
+        return losses.grpo(first, normaliser="per_token") + losses.kl_to_reference(second, normaliser="per_token")
+
+    monkeypatch.setattr(distributions, "next_tokens", counted)
+    with InDouble():
+        apart = gradients(model, lambda: iter([both(tree_model()(batch), tree_model()(batch))]))
+        assert len(calls) == 2
+        out = tree_model()(batch)
+        require_equal(apart, gradients(model, lambda: iter([both(out, out)])))
+    assert len(calls) == 3
+
+
+def test_rows_that_are_planned_on_their_own_keep_the_counts_of_the_batch() -> None:
+    model, plan = tree_model().unpacked, plan_rows(samples(), 45, min_shared_tokens=1)
+    alone = [plan.of_row(index) for index in range(len(plan.rows))]
+    for normaliser in ("per_token", "per_sequence", "per_group"):
+        with InDouble():
+            whole = gradients(model, lambda: iter([losses.sft(tree_model()(plan), normaliser=normaliser)]))  # noqa: B023
+            apart = gradients(model, lambda: (losses.sft(tree_model()(row), normaliser=normaliser) for row in alone))  # noqa: B023
+        require_equal(whole, apart)
+
+
+# Rows of a planner
+
+
+def rows_given_out(batch: list[Sample]) -> list[Plan]:
+    planner = Planner(45, 1, rows_waiting=2, plan_seconds=0)
+    early = [ready.plan for sample in batch for ready in planner.add(sample)]
+    assert len(early) > 1
+    return early + [ready.plan for ready in planner.flush()]
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "counts"),
+    [
+        ("per_token", losses.counts_of(samples())),
+        ("per_group", losses.counts_of(samples())),
+        ("per_sequence", losses.Counts(sequences=len(samples()))),
+        ("constant", None),
+    ],
+)
+def test_losses_of_rows_that_are_given_out_early_add_up_to_that_of_the_batch(normaliser: str, counts: Any) -> None:
+    model, options = tree_model().unpacked, {"normaliser": normaliser, "constant": None if counts else CONSTANT}
+    plans = rows_given_out(samples())
+    with InDouble():
+        whole = gradients(model, lambda: iter([losses.grpo(tree_model()(samples()), **options)]))
+        apart = gradients(model, lambda: (losses.grpo(tree_model()(plan), counts=counts, **options) for plan in plans))
+    require_equal(whole, apart)
+
+
+def test_counts_that_are_not_known_when_a_row_is_given_out_are_asked_for() -> None:
+    plan = rows_given_out(samples())[0]
+    sent = pickle.loads(pickle.dumps(plan.rows[0]))
+    assert sent.samples.keys() == plan.rows[0].samples.keys()
+    for given in (plan, sent):
+        with pytest.raises(PlanError, match="counted over the whole batch is not known"):
+            losses.sft(tree_model()(given), normaliser="per_token")
+
+
+# Payloads that go to the model
+
+
+@pytest.mark.parametrize("name", ["position_ids", "input_ids"])
+def test_payload_with_the_name_of_an_argument_of_the_model_is_refused(name: str) -> None:
+    batch = [Sample([1, 2, 3], **{name: [0, 1, 2]})]
+    calls = (tree_model(), tree_model().plan, lambda batch: tree_model()(plan_rows(batch)))
+    for call in calls:
+        with pytest.raises(UnsupportedArgumentError, match=f"payload `{name}` of the samples") as raised:
+            call(batch)
+        assert "give it another name" in raised.value.hint
+
+
+def test_payload_in_the_layout_of_the_row_has_a_type_for_all_samples() -> None:
+    batch = [Sample([1, 2, 3], gain=[0, 0, 1]), Sample([4, 5, 6], gain=[0.5, 0.5, math.nan], trainable=[0, 1, 0])]
+    (row,) = plan_rows(batch, min_shared_tokens=1).rows
+    np.testing.assert_array_equal(row.payload("gain"), [0, 0, 1, 0.5, 0.5, math.nan])
+
+
+@pytest.mark.parametrize("other", [[[0.5], [0.5]], ["a", "b"]])
+def test_payload_of_another_form_in_another_sample_is_refused(other: Any) -> None:
+    (row,) = plan_rows([Sample([1, 2], gain=[0, 1]), Sample([3, 4], gain=other)], min_shared_tokens=1).rows
+    with pytest.raises(PayloadError, match=r"An entry of 'gain' .* in sample 1, .* in sample 0"):
+        row.payload("gain")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 
 from tests.errors.refusal import Tiny, require_refusal
-from tree_compile import plan_rows, treecompile
+from tree_compile import Sample, losses, plan_rows, treecompile
 from tree_compile.errors import (
     CaptureError,
     StaleOutputError,
@@ -33,7 +33,7 @@ def plain():
 # Arguments
 
 ARGUMENTS = [
-    ("labels", torch.tensor([[1]]), "cross_entropy(out.logits[i][:-1], labels[i][1:])"),
+    ("labels", torch.tensor([[1]]), "losses.sft(model([Sample(tokens)"),
     ("attention_mask", torch.ones(1, 3), "without padding"),
     ("position_ids", torch.arange(3)[None], "its place in its own sequence"),
     ("cache_position", torch.arange(3), "its place in its own sequence"),
@@ -167,7 +167,7 @@ def test_model_that_returns_its_loss_is_told_where_a_loss_is_computed(model, inp
     tree = treecompile(model(lambda model, x, ids: x), backend="eager")
     with pytest.raises(error) as raised:
         tree(inputs)
-    assert "out.logits[i]" in raised.value.hint
+    assert "-out.logprobs[i]" in raised.value.hint
     assert raised.value.where.file == __file__
 
 
@@ -192,18 +192,16 @@ def test_loss_is_computed_as_the_hint_says():
     with pytest.raises(UnsupportedArgumentError) as raised:
         model(SEQUENCES, labels=labels)
     _, code = raised.value.hint.split(": ", 1)
-    names = {"model": model, "sequences": SEQUENCES, "F": nn.functional}
-    names["labels"] = [torch.tensor(sequence) for sequence in labels]
+    names = {"model": model, "sequences": SEQUENCES, "losses": losses, "Sample": Sample}
     exec(code, names)
-    expected = sum(
-        nn.functional.cross_entropy(model.unpacked(ids[None]).logits[0, :-1], ids[1:]) for ids in names["labels"]
-    )
+    pairs = [(model.unpacked(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])) for ids in SEQUENCES]
+    expected = nn.functional.cross_entropy(*(torch.cat(parts) for parts in zip(*pairs, strict=True)))
     torch.testing.assert_close(names["loss"], expected)
 
 
 def test_attribute_that_an_output_does_not_have_is_refused_with_what_it_has():
     out = treecompile(plain(), backend="eager", self_check=False)(SEQUENCES)
-    with pytest.raises(AttributeError, match=r"computed from out\.logits\[i\]"):
+    with pytest.raises(AttributeError, match=r"compute it from -out\.logprobs\[i\]"):
         _ = out.loss
     with pytest.raises(AttributeError, match=r"out\[i\] is the model's output"):
         _ = out.hidden_states

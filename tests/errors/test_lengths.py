@@ -245,8 +245,24 @@ def takes_two_tokens(model, x, ids):
     return x * 2
 
 
-def test_model_that_takes_no_single_token_is_exact_on_others():
-    assert tree_model(Tiny(takes_two_tokens)).check([[1, 2, 3], [1, 2, 4, 5]]).ok
+def takes_four_tokens(model, x, ids):
+    assert ids.shape[1] >= 4
+    return x * 2
+
+
+def takes_four_tokens_and_branches(model, x, ids):
+    assert ids.shape[1] >= 4
+    return x * 2 if ids.shape[1] > 6 else x
+
+
+@pytest.mark.parametrize("takes", [takes_two_tokens, takes_four_tokens])
+def test_model_that_takes_no_short_sequences_is_exact_on_others(takes):
+    assert tree_model(Tiny(takes)).check([[1, 2, 3, 6], [1, 2, 3, 4, 5]]).ok
+
+
+def test_branch_beside_lengths_that_are_not_taken_is_refused():
+    with pytest.raises(ControlFlowError, match="it assumed T >="):
+        tree_model(Tiny(takes_four_tokens_and_branches))([[1, 2, 3, 4, 5]])
 
 
 def longer_than_a_limit(model, x, ids):

@@ -15,6 +15,7 @@ from tree_compile.errors import PlanError, TokenTypeError
 from tree_compile.runtime.layout import END, PARENT
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.samples import Sample
 
 MIN_SHARED = st.integers(1, 4)
 
@@ -375,6 +376,15 @@ def test_context_is_shared_without_the_token_before_the_first_trainable_one():
     assert plan.rows[0].tokens.tolist() == [1, 2, 3, 8, 8, 3, 8, 9]
 
 
+def test_first_token_shares_no_less_where_it_is_trainable():
+    sequences, trainable = [[1, 2, 3, 8], [1, 2, 3, 9]], [[1, 0, 0, 1]] * 2
+    plan = plan_rows(sequences, min_shared_tokens=1, share="context", trainable=trainable)
+    assert plan.rows[0].tokens.tolist() == [1, 2, 3, 8, 3, 9]
+    in_samples = [Sample(*both) for both in zip(sequences, trainable, strict=True)]
+    same = plan_rows(in_samples, min_shared_tokens=1, share="context")
+    assert same.rows[0].tokens.tolist() == plan.rows[0].tokens.tolist()
+
+
 def test_context_of_a_sequence_without_trainable_tokens_is_all_of_it():
     plan = plan_rows([[1, 2, 3], [1, 2, 3]], share="context", trainable=[[0] * 3] * 2)
     assert plan.packed_tokens == 3
@@ -450,7 +460,7 @@ def test_trainable_may_be_a_tensor_on_a_device():
         ({"share": "some"}, "share is 'some'"),
         ({"share": "context"}, "trainable is None; it must be"),
         ({"trainable": [[0, 1]]}, 'share is "all"; it must be "context"'),
-        ({"share": "context", "trainable": [[1]]}, "does not fit sequence 0"),
+        ({"share": "context", "trainable": [[1]]}, r"trainable of sequence 0 has shape \(1,\) for 2 tokens"),
         ({"share": "context", "trainable": [[0, 1]] * 2}, "trainable is for 2 sequences, and the batch has 1"),
         ({"share": "context", "trainable": 1}, "trainable is an int, not a list"),
         ({"share": "context", "trainable": [None]}, "trainable of sequence 0 is a NoneType, not a list of bools"),

@@ -9,6 +9,7 @@ from tests.runtime.batches import ROOM, batches, groups, limit
 from tree_compile.errors import InputError, PayloadError, SequenceTooLongError
 from tree_compile.runtime.planner import Planner
 from tree_compile.runtime.planning import plan_rows
+from tree_compile.runtime.samples import Sample
 
 
 def added(planner, sequences):
@@ -121,3 +122,29 @@ def test_array_may_be_filled_again_after_it_was_added():
     planner.add(tokens)
     tokens[:] = 7
     assert planner.flush()[0].plan.rows[0].tokens.tolist() == [1, 2, 3]
+
+
+def test_samples_are_given_out_with_their_rows():
+    planner, tokens, marks = Planner(8, 1), np.array([1, 2, 3]), np.array([0, 0, 1])
+    planner.add(Sample(tokens, marks, reward=1.0))
+    tokens[:], marks[:] = 7, 1
+    planner.add(Sample([1, 2, 4], reward=0.0))
+    (ready,) = planner.flush()
+    (row,) = ready.plan.rows
+    assert row.tokens.tolist() == [1, 2, 3, 4]
+    assert [sample.payloads["reward"] for sample in row.samples.values()] == [1.0, 0.0]
+    assert [sample.is_trained.tolist() for sample in row.samples.values()] == [
+        [False, False, True],
+        [False, True, True],
+    ]
+
+
+def test_samples_of_other_payloads_are_refused_when_they_are_added():
+    planner = Planner(8, 1)
+    planner.add(Sample([1, 2], reward=1.0))
+    for other in ([1, 2], {"input_ids": [1, 2]}, Sample([1, 2]), Sample([1, 2], reward=1.0, group=1)):
+        with pytest.raises(
+            PayloadError, match=r"Sequence 1 .*and the one before it is a sample with the payloads reward"
+        ):
+            planner.add(other)
+    assert len(planner.flush()) == 1

@@ -126,7 +126,7 @@ BAD: dict[str, tuple[list[Any], type[InputError], str]] = {
     "positions": ([{"input_ids": [1, 2], "position_ids": [1, 2]}], PayloadError, "'position_ids' of element 0"),
     "other labels": ([[1], {"input_ids": [1, 2], "labels": [2, 3]}], PayloadError, "'labels' of element 1 are not"),
     "few labels": ([{"input_ids": [1, 2], "labels": [1]}], PayloadError, "'labels' of element 0 are not"),
-    "few marks": ([[1], {"input_ids": [1, 2], "trainable": [1]}], PayloadError, "`trainable` of sample 1"),
+    "few marks": ([[1], {"input_ids": [1, 2], "trainable": [1]}], PayloadError, "Sample 1: `trainable`"),
     "payloads": ([Sample([1], a=1), Sample([1])], PayloadError, "Sample 1 has no payload 'a'"),
 }  # fmt: skip
 

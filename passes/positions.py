@@ -56,7 +56,7 @@ class RewritePositions:
                 findings.append(self._gather(node, kind, users))
             elif isinstance(kind, WindowTable):
                 findings.append(self._gather_windows(node, kind, users))
-            elif isinstance(kind, Fill) and any(source.op == "get_attr" for source in ancestors([node])):
+            elif isinstance(kind, Fill) and any(map(_may_differ_further_on, ancestors([node]))):
                 self._gather_fill(node, users)
         symbol = token_symbol(graph_module.graph)
         first_rows = [
@@ -83,13 +83,17 @@ class RewritePositions:
         return Finding("position table", "gathered at the number of every window", source_line(node), module_path(node))
 
     def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
-        """A buffer that says the same for all tokens may be shorter than a row; it is long enough for a sequence."""
+        """What says the same for all tokens that were tried; a buffer may be shorter than a row, and fits a sequence."""
         symbol = token_symbol(node.graph)
         dims = [dim for dim, size in enumerate(shape_of(node)) if size_expression(size) == symbol]
         if len(dims) == 1:
             gathered = self.tables.at_positions(node, dims[0])
             for user in users:
                 user.replace_input_with(node, gathered)
+
+
+def _may_differ_further_on(source: fx.Node) -> bool:
+    return source.op == "get_attr" or getattr(source.target, "overloadpacket", None) is aten.arange
 
 
 def _takes_a_row_per_token(node: fx.Node, symbol: sympy.Symbol) -> bool:

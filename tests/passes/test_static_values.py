@@ -1,5 +1,7 @@
 """Static values: tables over positions are gathered, whatever computed them, and refused where they change with T."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,16 @@ EXACT = {
 @pytest.mark.parametrize("name", EXACT)
 def test_table_over_positions_is_exact_in_a_row_longer_than_any_sequence(name):
     assert compiled(EXACT[name]).check(TREE).ok
+
+
+def test_table_that_says_the_same_for_the_first_positions_alone_is_exact_beyond_them():
+    def growing(_model, tokens):
+        return (torch.log(torch.arange(tokens) + 1) / math.log(2_000)).clamp(min=1).double()[:, None].expand(-1, WIDTH)
+
+    long = torch.randint(0, 32, (2_100,)).tolist()
+    tree, sequences = compiled(growing), [[*long, 1, 2], [*long[:9], 3]]
+    for own, logits in zip(sequences, tree(sequences), strict=True):
+        torch.testing.assert_close(logits, tree.unpacked(torch.tensor([own]))[0])
 
 
 def test_table_that_is_switched_at_a_length_is_refused():

@@ -83,7 +83,7 @@ class RewritePositions:
         return Finding("position table", "gathered at the number of every window", source_line(node), module_path(node))
 
     def _gather_fill(self, node: fx.Node, users: list[fx.Node]) -> None:
-        """What says the same for all tokens that were tried; a buffer may be shorter than a row, not than a sequence."""
+        """What says the same for all tokens that were tried; a buffer may be shorter than a row."""
         symbol = token_symbol(node.graph)
         dims = [dim for dim, size in enumerate(shape_of(node)) if size_expression(size) == symbol]
         if len(dims) == 1:

@@ -192,6 +192,73 @@ def test_gradients_are_compared_also_where_the_first_call_needs_none(
             treecompile(model, backend="eager")(SEQUENCES)
 
 
+class OneLost(torch.autograd.Function):
+    """Gives its input back, without the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
+def attention_with_a_lost_gradient_of_queries(query: Tensor, *others: Any, **options: Any) -> Tensor:
+    result: Tensor = tree_attention(OneLost.apply(query), *others, **options)
+    return result
+
+
+class WithBiases(nn.Module):
+    """Whose keys have a bias, the gradient of which is the rounding of 0."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        super().__init__()
+        self.share = share
+        self.embed = nn.Embedding(32, 16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        attended = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
+        return self.head(x + self.share * attended)
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_gradient_that_is_rounding_alone_is_no_difference_in_half_precision(seed: int) -> None:
+    torch.manual_seed(seed)
+    shared = [token % 32 for token in range(96)]
+    report = treecompile(WithBiases().bfloat16(), backend="eager").check([[*shared, 1, 2], [*shared, 3]])
+    assert (report.greatest_gradient_difference or 0) < 0.1
+
+
+def test_lost_gradient_beside_much_greater_ones_is_found_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, attention_with_a_lost_gradient_of_queries, RULES[attention.tree_attention])
+    monkeypatch.setattr(attention, "tree_attention", attention_with_a_lost_gradient_of_queries)
+    torch.manual_seed(0)
+    report = treecompile(WithBiases(share=0.05).bfloat16(), backend="eager", self_check=False).check(SEQUENCES)
+    assert not report.ok
+    assert report.worst_parameter.startswith("query")
+
+
+def test_softmax_in_fewer_bits_than_the_model_allows_their_rounding() -> None:
+    def attend(scores: Tensor) -> Tensor:
+        return scores.softmax(-1, dtype=torch.float32).double()
+
+    class Softmax(WithBiases):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            scores = (self.query(x) @ self.key(x).mT / 4).masked_fill(
+                torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1), -torch.inf
+            )
+            return self.head(attend(scores) @ self.value(x))
+
+    report = treecompile(Softmax().double(), backend="eager").check(SEQUENCES)
+    assert report.ok, report
+    assert report.tolerance == pytest.approx(1e-4)
+
+
 def test_check_without_gradients_says_so() -> None:
     report = treecompile(Attention(lambda logits, x: logits.detach()), backend="eager").check(SEQUENCES)
     assert report.ok

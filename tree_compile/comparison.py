@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 _FILL = 10_000.0
 """An equal number on both sides that is as great as this says what is masked, and nothing of the others' size."""
 _LEAST = 1e-3
-"""Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0; in half precision of more."""
+"""Of the greatest scale of all: a tensor with a smaller one may be the rounding of 0."""
 
 GRADIENT_ROUNDING = 10
 """A gradient is a sum of more terms than an output."""
@@ -69,29 +69,52 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def relative(gaps: Sequence[Gap], rounding: float = 0.0) -> list[float]:
-    """The difference of each, relative to its own scale, or to what may be the rounding of 0 beside the others.
+def rounding_of_zero(dtypes: Iterable[torch.dtype]) -> float:
+    """What a number may be that is 0 in exact arithmetic, such as the gradient of a bias of all keys.
 
     Args:
-        gaps: of tensors that were computed together.
-        rounding: relative difference that rounding explains.
+        dtypes: what was computed in.
+
+    Returns:
+        Relative to the greatest of the numbers that it was computed from.
     """
-    least = max(_LEAST, rounding) * max((one.scale for one in gaps), default=0.0)
-    return [one.difference / max(one.scale, least, 1e-30) for one in gaps]
+    return max(_LEAST, *(torch.finfo(dtype).eps for dtype in dtypes if dtype in _TOLERANCE))
 
 
-def relative_difference(found: Iterable[Sequence[Tensor]], expected: Iterable[Sequence[Tensor]]) -> float:
+def relative(gaps: Sequence[Gap], least: float = _LEAST) -> list[float]:
+    """The difference of each, relative to its own scale, or to `least` of the greatest where that is more."""
+    floor = least * max((one.scale for one in gaps), default=0.0)
+    return [one.difference / max(one.scale, floor, 1e-30) for one in gaps]
+
+
+def relative_difference(
+    found: Iterable[Sequence[Tensor]], expected: Iterable[Sequence[Tensor]], least: float = _LEAST
+) -> float:
     """The greatest difference of several outputs, that of every tensor relative to its greatest number in all of them.
 
     Args:
         found: the tensors of every output.
         expected: what they should be; another number of tensors is an infinite difference.
+        least: as in `relative`.
     """
     rows = list(zip(found, expected, strict=True))
     if any(len(ours) != len(theirs) for ours, theirs in rows):
         return math.inf
     gaps = [[gap(a, b) for a, b in zip(ours, theirs, strict=True)] for ours, theirs in rows]
-    return max(relative([functools.reduce(Gap.__or__, own) for own in zip(*gaps, strict=True)]), default=0.0)
+    return max(relative([functools.reduce(Gap.__or__, own) for own in zip(*gaps, strict=True)], least), default=0.0)
+
+
+Computed = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Outputs, and gradients of their sum with weights."""
+
+
+def are_close(found: Computed, expected: Computed, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether two results differ by no more than rounding in `dtypes`."""
+    allowed, least = tolerance(dtypes), rounding_of_zero(dtypes)
+    return (
+        relative_difference([found[0]], [expected[0]]) <= allowed
+        and relative_difference([found[1]], [expected[1]], least) <= GRADIENT_ROUNDING * allowed
+    )
 
 
 # Gradients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from tree_compile.comparison import (
     gradients_of,
     relative,
     relative_difference,
+    rounding_of_zero,
     smallest_parameters,
     tensors_of,
     tolerance,
@@ -112,18 +113,18 @@ def compare(
     with torch.inference_mode(False), torch.set_grad_enabled(bool(parameters)), own_autocast_cache():
         packed, weights = _packed_side(plan, run, program, parameters)
         alone = _unpacked_side(plain, plan, program, weights, parameters)
-    allowed = tolerance(program.rewritten.dtypes)
-    worst, gradient_difference = _worst_gradient_of(packed, alone, allowed)
+    dtypes = program.rewritten.dtypes
+    worst, gradient_difference = _worst_gradient_of(packed, alone, dtypes)
     return CheckReport(
-        relative_difference(packed.outputs, alone.outputs), gradient_difference, allowed, worst,
+        relative_difference(packed.outputs, alone.outputs), gradient_difference, tolerance(dtypes), worst,
         plan.input_tokens, plan.packed_tokens, len(plan.rows), alone.ties,
     )  # fmt: skip
 
 
-def _worst_gradient_of(packed: _Side, alone: _Side, rounding: float) -> tuple[str, float | None]:
+def _worst_gradient_of(packed: _Side, alone: _Side, dtypes: Collection[torch.dtype]) -> tuple[str, float | None]:
     """As `worst_gradient`; None where neither side's outputs depend on the parameters."""
     expected = alone.gradients or {name: torch.zeros_like(found) for name, found in packed.gradients.items()}
-    return worst_gradient(packed.gradients, expected, rounding) if expected else ("", None)
+    return worst_gradient(packed.gradients, expected, dtypes) if expected else ("", None)
 
 
 @dataclass
@@ -174,11 +175,11 @@ def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: to
 
 
 def worst_gradient(
-    packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor], rounding: float = 0.0
+    packed: Mapping[str, Tensor], unpacked: Mapping[str, Tensor], dtypes: Collection[torch.dtype] = ()
 ) -> tuple[str, float]:
     """The parameter whose gradient differs most, as `relative` says; and by how much."""
     gaps = [gap(packed.get(name, torch.zeros_like(gradient)), gradient) for name, gradient in unpacked.items()]
-    found = dict(zip(unpacked, relative(gaps, rounding), strict=True))
+    found = dict(zip(unpacked, relative(gaps, rounding_of_zero(dtypes)), strict=True))
     worst = max(found, key=found.__getitem__, default="")
     return (worst, found[worst]) if found.get(worst) else ("", 0.0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tree_compile.comparison import (
-    GRADIENT_ROUNDING,
+    are_close,
     gradients_of,
     relative_difference,
     smallest_parameters,
@@ -57,7 +57,6 @@ class _Sides:
 
     def __init__(self, plain: PlainModel, rewritten: Rewritten) -> None:
         self._plain, self._rewritten = plain, rewritten
-        self._allowed = tolerance(rewritten.dtypes)
 
     def same_at_all_lengths(self, longest: int) -> bool:
         """Whether the outputs are the same for every prefix of some random tokens."""
@@ -69,7 +68,7 @@ class _Sides:
             alone = {length: self._alone_or_none(tuple(value[:, :length] for value in values)) for length in lengths}
         taken = {length: parts for length, parts in alone.items() if parts is not None}
         found = [[part[:length] for part in row] for length in taken]
-        return relative_difference(found, taken.values()) <= self._allowed
+        return relative_difference(found, taken.values()) <= tolerance(self._rewritten.dtypes)
 
     def same_with_gradients(self, length: int) -> bool:
         """Whether outputs and gradients are the same for several sequences of one length."""
@@ -89,12 +88,11 @@ class _Sides:
             alone = self._alone_or_none(values)
             if alone is None:
                 return True
-            parts = [[self._in_row(values)], [alone]]
-            found, expected = (list(gradients_of(own, weights_of(own), parameters).values()) for own in parts)
-        return relative_difference(*parts) <= self._allowed and self._gradients_are_close(found, expected)
-
-    def _gradients_are_close(self, found: list[Tensor], expected: list[Tensor]) -> bool:
-        return relative_difference([found], [expected]) <= GRADIENT_ROUNDING * self._allowed
+            parts = self._in_row(values), alone
+            found, expected = (
+                (own, list(gradients_of([own], weights_of([own]), parameters).values())) for own in parts
+            )
+        return are_close(found, expected, self._rewritten.dtypes)
 
     def _in_row(self, values: tuple[Tensor, ...]) -> list[Tensor]:
         (row,) = plan_rows(self._sequences(values), min_shared_tokens=1).rows

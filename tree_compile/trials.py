@@ -15,12 +15,11 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tree_compile.comparison import (
-    GRADIENT_ROUNDING,
+    Computed,
+    are_close,
     gradients_of,
-    relative_difference,
     smallest_parameters,
     tensors_of,
-    tolerance,
     trained_parameters,
     weights_of,
 )
@@ -64,12 +63,9 @@ def _is_cheap(plain: PlainModel, tokens: int) -> bool:
     return tokens * sum(parameter.numel() for parameter in plain.model.parameters()) <= _MOST_WORK
 
 
-_Computed = tuple[list[Tensor], list[Tensor]]
-
-
 def _computed(
     compute: Callable[[tuple[Tensor, ...]], Any], values: tuple[Tensor, ...], parameters: Mapping[str, nn.Parameter]
-) -> _Computed | None:
+) -> Computed | None:
     """Outputs and gradients; None where the inputs cannot be taken."""
     own = tuple(value.clone() for value in values)
     try:
@@ -89,13 +85,10 @@ def _dtypes(graph: fx.Graph | None) -> set[torch.dtype]:
     return {value.dtype for value in values if isinstance(value, Tensor)}
 
 
-def _is_close(found: _Computed | None, expected: _Computed, dtypes: set[torch.dtype]) -> bool:
-    allowed = tolerance(dtypes | {tensor.dtype for tensor in expected[0]})
-    return (
-        found is not None
-        and relative_difference([found[0]], [expected[0]]) <= allowed
-        and relative_difference([found[1]], [expected[1]]) <= GRADIENT_ROUNDING * allowed
-    )
+def _is_close(found: Computed | None, expected: Computed, dtypes: set[torch.dtype]) -> bool:
+    if found is None:
+        return False
+    return are_close(found, expected, dtypes | {part.dtype for part in expected[0]})
 
 
 def _flat(graph: Callable[..., Any]) -> Callable[[tuple[Tensor, ...]], Any]:

@@ -158,11 +158,11 @@ def _scan_backward(
         gradients.written.zero_()
     else:
         gradients.written.copy_(to_written)
-    new, begun = fresh if reads is None else written, states
+    new, begun = fresh if reads is None else written, None
     for level, following in zip(reversed(levels), [None, *levels[:0:-1]], strict=True):
         after = None
         _zero_where_none_follow(gradients, level)
-        if following is not None:
+        if following is not None and begun is not None:
             after = _sum_by_parent(begun, following.parent, level.followed)
             _through_followed(maps, states, new, after, gradients, level.followed)
         begun = _through_read(maps, states, gradients.written, to_found, level.chunks)
@@ -170,7 +170,7 @@ def _scan_backward(
             begun += to_states[level.chunks]
         if after is not None:
             begun[: len(after)].addcmul_(kept[level.followed], after)
-    if initial is not None:
+    if initial is not None and begun is not None:
         gradients.initial.copy_(begun)
     return gradients
 

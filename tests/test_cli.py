@@ -192,13 +192,14 @@ def test_grpo_demo_says_whether_it_got_there(tmp_path, capsys, monkeypatch, give
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_grpo_demo_without_matplotlib_fails_only_where_a_plot_is_asked_for(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tree_compile.grpo_demo.run_grpo_demo", lambda *_: grpo_report([0.5]))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["demo", "--grpo"]) == 0
-    assert "pip install matplotlib" in capsys.readouterr().out
-    assert main(["demo", "--grpo", "--plot", str(tmp_path / "out.png")]) == 2
-    assert "matplotlib" in capsys.readouterr().err
+def test_grpo_demo_looks_whether_it_can_draw_before_it_trains(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tree_compile.grpo_demo.run_grpo_demo", lambda *_: pytest.fail("it trained"))
+    assert main(["demo", "--grpo", "--plot", str(tmp_path / "none" / "out.png")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        main(["demo", "--grpo", "--plot", str(tmp_path / "out.png")])
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--grpo", "--row-tokens", "5"], ["--plot", "x.png"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -31,7 +32,6 @@ _TARGET_HELP = "module:factory, a function that returns an nn.Module; or an arch
 _ROLLOUTS_HELP = 'JSON lines with "tokens" or "messages", or a .npz or .parquet file of token ids'
 _TOKENIZER_HELP = "tokenizers JSON; bytes if left out"
 _DEMO_STEPS = 3
-_PLOT = Path("grpo.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def _add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
         "instead, train a small model on rewards for its own samples; takes none of the options above but --steps"
     )
     demo.add_argument("--grpo", action="store_true", help=help_text)
-    help_text = f"with --grpo: where rewards and tokens are drawn (default: {_PLOT}; needs matplotlib)"
+    help_text = "with --grpo: also draw rewards and tokens as a PNG (needs matplotlib)"
     demo.add_argument("--plot", type=Path, metavar="OUT", help=help_text)
     demo.set_defaults(run=_demo, parser=demo)
 
@@ -188,35 +188,27 @@ _DERIVED = ("speed_up", "ideal_speed_up", "ok")
 
 
 def _grpo_demo(options: argparse.Namespace) -> int:
-    from tree_compile.grpo_demo import STEPS, run_grpo_demo
+    from tree_compile.grpo_demo import STEPS, plot, run_grpo_demo
+    from tree_compile.pack import check_output
 
     if options.rollouts or options.tokenizer or options.row_tokens:
         options.parser.error("--grpo makes its own samples: it takes no --rollouts, --tokenizer or --row-tokens")
+    if options.plot:
+        check_output(options.plot)
+        if importlib.util.find_spec("matplotlib") is None:
+            options.parser.error("--plot needs matplotlib: pip install matplotlib")
     with _progress() as progress:
         report = run_grpo_demo(options.steps or STEPS, progress)
-    drawn = _plot(report, options.plot)
     if options.json:
         _print_json(dataclasses.asdict(report) | {name: getattr(report, name) for name in _GRPO_DERIVED})
     else:
         _print_tables(_grpo_table(report))
-        print(drawn)
+    if options.plot:
+        plot(report, options.plot)
     return 0 if report.ok else _FAILED
 
 
 _GRPO_DERIVED = ("first_reward", "last_reward", "tokens_saved", "ok")
-
-
-def _plot(report: GrpoReport, path: Path | None) -> str:
-    """Draws the report, and says where; without matplotlib only where a file was asked for is that an error."""
-    from tree_compile.grpo_demo import plot
-
-    try:
-        plot(report, path or _PLOT)
-    except ImportError:
-        if path is not None:
-            raise
-        return "pip install matplotlib, and rewards and tokens are drawn, too"
-    return f"rewards and tokens are drawn in {path or _PLOT}"
 
 
 def _check(options: argparse.Namespace) -> int:

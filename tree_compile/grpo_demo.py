@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,8 @@ _TOLERANCE = 1e-4
 """What float32 rounding explains, relative to a parameter's greatest gradient."""
 _CHARACTERS = "0123456789>;"
 
-Question = NDArray[np.int64]
+Digits = NDArray[np.int64]
+"""[questions, digits], or those of one question, [digits]."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,12 @@ class GrpoReport:
         packed_tokens: tokens that were computed for them, forward and backward.
         gradient_difference: greatest difference of the gradients of the first step from those of the unpacked model,
             sample by sample; each parameter's relative to its greatest one.
-        tolerance: what is allowed for it.
     """
 
-    rewards: list[float] = field(default_factory=list)
-    unpacked_tokens: list[int] = field(default_factory=list)
-    packed_tokens: list[int] = field(default_factory=list)
-    gradient_difference: float = 0.0
-    tolerance: float = _TOLERANCE
+    rewards: list[float]
+    unpacked_tokens: list[int]
+    packed_tokens: list[int]
+    gradient_difference: float
 
     @property
     def first_reward(self) -> float:
@@ -85,7 +84,7 @@ class GrpoReport:
     @property
     def is_equal(self) -> bool:
         """Whether the gradients of the first step are those of the unpacked model."""
-        return self.gradient_difference <= self.tolerance
+        return self.gradient_difference <= _TOLERANCE
 
     @property
     def is_reached(self) -> bool:
@@ -100,7 +99,7 @@ class GrpoReport:
     @property
     def verdict(self) -> str:
         """Both, in words."""
-        equal = f"gradients are {'equal' if self.is_equal else 'NOT EQUAL'} within {self.tolerance:.0e}"
+        equal = f"gradients are {'equal' if self.is_equal else 'NOT EQUAL'} within {_TOLERANCE:.0e}"
         if len(self.rewards) < STEPS:
             return equal
         return f"{equal}\nthe reward is {'' if self.is_reached else 'NOT '}above {TARGET_REWARD}, as it should be"
@@ -128,22 +127,21 @@ def run_grpo_demo(steps: int, progress: Progress) -> GrpoReport:
 def _reinforce(
     tree_model: TreeModel, task: _Sorting, optimizer: torch.optim.Optimizer, steps: int, progress: Progress
 ) -> GrpoReport:
-    report, difference = GrpoReport(), 0.0
+    all_rewards, plans, difference = [], [], 0.0
     bar = progress.add_task("steps on rewards", total=steps)
     for step in range(steps):
-        questions = task.questions()
-        samples, rewards = _samples(tree_model, task, questions)
-        for out in tree_model.rows(samples):
+        samples, rewards = _samples(tree_model, task, task.questions())
+        plan = tree_model.plan(samples)
+        for out in tree_model.rows(plan):
             losses.grpo(out, normaliser="per_token", clip_low=_CLIP, clip_high=_CLIP).backward()
         if step == 0:
             difference = _difference_from_unpacked(tree_model.unpacked, samples)
         _step(optimizer, tree_model)
-        plan = tree_model.plan(samples)
-        report.rewards.append(float(rewards.mean()))
-        report.unpacked_tokens.append(plan.input_tokens)
-        report.packed_tokens.append(plan.packed_tokens)
+        all_rewards.append(float(rewards.mean()))
+        plans.append((plan.input_tokens, plan.packed_tokens))
         progress.advance(bar)
-    return GrpoReport(report.rewards, report.unpacked_tokens, report.packed_tokens, difference)
+    unpacked_tokens, packed_tokens = zip(*plans, strict=True)
+    return GrpoReport(all_rewards, list(unpacked_tokens), list(packed_tokens), difference)
 
 
 def _step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -153,18 +151,18 @@ def _step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 class _Sorting:
-    """Questions, and their right answers."""
+    """Digitss, and their right answers."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(0)
         examples = self._generator.integers(10, size=(_EXAMPLES, _DIGITS))
         self._examples = [token for digits in examples for token in (*digits, *_ids(">"), *np.sort(digits), *_ids(";"))]
 
-    def questions(self) -> Question:
-        """Digits, [questions, digits]."""
+    def questions(self) -> Digits:
+        """New ones, [questions, digits]."""
         return self._generator.integers(10, size=(_QUESTIONS, _DIGITS))
 
-    def prompt(self, digits: Question) -> list[int]:
+    def prompt(self, digits: Digits) -> list[int]:
         """Examples, then one question."""
         return [int(token) for token in (*self._examples, *digits, *_ids(">"))]
 
@@ -181,7 +179,7 @@ def _ids(text: str) -> list[int]:
     return [_CHARACTERS.index(character) for character in text]
 
 
-def _samples(tree_model: TreeModel, task: _Sorting, questions: Question) -> tuple[list[Sample], NDArray[np.float64]]:
+def _samples(tree_model: TreeModel, task: _Sorting, questions: Digits) -> tuple[list[Sample], NDArray[np.float64]]:
     """Answers of the model to each question, and their rewards [questions, answers]."""
     prompts = [task.prompt(digits) for digits in questions for _ in range(_ANSWERS)]
     answers, logprobs = _draw(tree_model, prompts)
@@ -248,7 +246,7 @@ def plot(report: GrpoReport, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     left.plot(report.rewards, linewidth=0.8, alpha=0.4, color="tab:blue")
     left.plot(_smooth(report.rewards), color="tab:blue")
-    left.set(title="mean reward of 256 samples", xlabel="step", ylim=(0, 1))
+    left.set(title=f"mean reward of {_QUESTIONS * _ANSWERS} samples", xlabel="step", ylim=(0, 1))
     right.plot(np.cumsum(report.unpacked_tokens), color="tab:gray", label="sample by sample")
     right.plot(np.cumsum(report.packed_tokens), color="tab:orange", label="on the tree")
     right.set(title="tokens computed, forward and backward", xlabel="step", yscale="log")

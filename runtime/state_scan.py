@@ -158,7 +158,8 @@ def _scan_backward(
         gradients.written.zero_()
     else:
         gradients.written.copy_(to_written)
-    new, begun = fresh if reads is None else written, None
+    new = fresh if reads is None else written
+    begun: Tensor | None = None
     for level, following in zip(reversed(levels), [None, *levels[:0:-1]], strict=True):
         after = None
         _zero_where_none_follow(gradients, level)

@@ -78,7 +78,7 @@ def rounding_of_zero(dtypes: Iterable[torch.dtype]) -> float:
     Returns:
         Relative to the greatest of the numbers that it was computed from.
     """
-    return max(_LEAST, *(torch.finfo(dtype).eps for dtype in dtypes if dtype in _TOLERANCE))
+    return max([_LEAST, *(torch.finfo(dtype).eps for dtype in dtypes if dtype in _TOLERANCE)])
 
 
 def relative(gaps: Sequence[Gap], least: float = _LEAST) -> list[float]:

@@ -31,6 +31,7 @@ from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.sequences import TOKENS, Sequences, input_names
 from tree_compile.selfcheck import CheckReport, check_program, compare, small_tree
+from tree_compile.signature import check_tokens
 from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import PlainModel
 
@@ -280,6 +281,7 @@ class TreeModel(nn.Module):
     def _make(self, plain: PlainModel) -> Program:
         check_not_wrapped(plain.model)
         check_inputs(plain.input_names)
+        check_tokens(plain)
         program = make_program(plain, self._backend)
         return check_program(plain, program) if self._self_check else program
 

@@ -33,6 +33,18 @@ def wrong_call(plain: PlainModel) -> RefusedModelError | None:
     return None
 
 
+def check_tokens(plain: PlainModel) -> None:
+    """Refuses inputs without token ids, the first of which has the name of another argument of the model's forward.
+
+    Raises:
+        CaptureError: it has.
+    """
+    name = plain.input_names[0]
+    if name in list(inspect.signature(plain.model.forward).parameters)[1:]:
+        hint = f"name the token ids: model({{'input_ids': […], '{name}': […]}})."
+        raise _error(plain, f"would be given {name!r} in the place of token ids", hint)
+
+
 def _missing(plain: PlainModel, name: str) -> RefusedModelError:
     if name in HINTS:
         return _error(plain, f"needs the argument {name!r}", f"give it a default value, and {HINTS[name]}")

@@ -74,6 +74,13 @@ def test_call_that_forward_does_not_take_is_refused_with_its_line(kind, keywords
     assert hint in raised.value.hint
 
 
+def test_argument_in_the_place_of_token_ids_is_refused():
+    tree = treecompile(WithSegments(lambda model, x, ids: x), backend="eager", forward_kwargs={"segments": 1})
+    with pytest.raises(CaptureError, match="given 'segments' in the place of token ids") as raised:
+        tree({"segments": [[1, 2]]})
+    assert "'input_ids': […], 'segments': […]" in raised.value.hint
+
+
 def test_payload_that_forward_needs_is_taken():
     tree = treecompile(WithSegments(lambda model, x, ids: x), min_shared_tokens=1, backend="eager")
     assert tree({"input_ids": [[1, 2], [1, 3]], "segments": [[0, 1], [0, 1]]})[1].shape[0] == 2

@@ -188,6 +188,8 @@ _DERIVED = ("speed_up", "ideal_speed_up", "ok")
 
 
 def _grpo_demo(options: argparse.Namespace) -> int:
+    import torch
+
     from tree_compile.grpo_demo import STEPS, plot, run_grpo_demo
     from tree_compile.pack import check_output
 
@@ -197,6 +199,7 @@ def _grpo_demo(options: argparse.Namespace) -> int:
         check_output(options.plot)
         if importlib.util.find_spec("matplotlib") is None:
             options.parser.error("--plot needs matplotlib: pip install matplotlib")
+    torch.set_num_threads(1)  # in a model this small several threads wait for each other
     with _progress() as progress:
         report = run_grpo_demo(options.steps or STEPS, progress)
     if options.json:

@@ -3,7 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 INSTALL_APART := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target
-PYTEST_ARGS ?= -n 2
+# In runs of neighbours, so that a model which the tests of a file share is captured by one worker alone.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 # It calls every model of transformers, and is run by itself.
 BENCHMARKS := $(filter-out benchmarks/zoo.py, $(wildcard benchmarks/*.py))
 

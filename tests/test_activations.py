@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch._functorch.config as functorch_config
@@ -99,9 +101,14 @@ class Drops(nn.Module):
 BRANCHES = [[1, 2, 3, 4, 4], [1, 2, 3, 5, 4], [7, 4]]
 
 
+@cache
+def tree_model_of(backend: str) -> TreeModel:
+    return treecompile(Drops(), min_shared_tokens=1, backend=backend)
+
+
 @pytest.fixture(params=["eager", "inductor"])
 def drops(request: pytest.FixtureRequest) -> TreeModel:
-    return treecompile(Drops(), min_shared_tokens=1, backend=request.param)
+    return tree_model_of(request.param).train()
 
 
 def masks(tree_model: TreeModel) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,8 +17,9 @@ from tree_compile.runtime.row_tree import RowTree
 from tree_compile.tiny import tiny_model
 
 WIDTH, HEADS, VOCABULARY = 32, 2, 64
-LONG = torch.randint(0, VOCABULARY, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()
-SEQUENCES = [LONG, [*LONG[:1_990], 3, 4]]
+LONG = torch.randint(0, VOCABULARY, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+"""bfloat16 rounds positions from 257 on."""
+SEQUENCES = [LONG, [*LONG[:590], 3, 4]]
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -69,16 +70,14 @@ def logits(output: Any) -> Tensor:
 
 
 def tiny(name: str) -> nn.Module:
-    return tiny_model(name, max_position_embeddings=4_096)
+    return tiny_model(name, max_position_embeddings=1_024)
 
 
 CASES = [
     pytest.param(Rotary, (nullcontext, autocast), id="rotary outside first"),
     pytest.param(Rotary, (autocast, nullcontext), id="rotary inside first"),
-    pytest.param(lambda: tiny("llama"), (nullcontext, autocast), id="llama outside first"),
-    pytest.param(lambda: tiny("llama"), (autocast, nullcontext), id="llama inside first"),
+    pytest.param(lambda: tiny("llama"), (nullcontext, autocast), id="llama"),
     pytest.param(lambda: tiny("gpt2"), (autocast,), id="gpt2"),
-    pytest.param(lambda: tiny("qwen2"), (autocast,), id="qwen2"),
 ]
 
 

@@ -33,7 +33,7 @@ def step(model: nn.Module, sequences: list[list[int]]) -> None:
     sum(part.square().mean() for part in out.logits).backward()
 
 
-@pytest.mark.parametrize("model_type", ["dense", "llama", "mistral", "qwen3_moe", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("model_type", ["dense", "llama", "mistral", "qwen3_moe", "mamba2"])
 def test_new_trees_and_row_lengths_compile_nothing_after_two_steps(model_type: str) -> None:
     config = DenseConfig(vocab_size=128, width=32, layers=3, heads=2, kv_heads=1, hidden=48)
     model = Dense(config) if model_type == "dense" else tiny_model(model_type)
@@ -44,14 +44,14 @@ def test_new_trees_and_row_lengths_compile_nothing_after_two_steps(model_type: s
     assert graphs > 0
 
     lengths = set()
-    for seed in range(2, 7):
+    for seed in range(2, 5):
         lengths.add(tree_model.plan(random_sequences(seed, 128)).packed_tokens)
         step(tree_model, random_sequences(seed, 128))
     step(tree_model, long_sequences(0, 128))
     step(tree_model, deep_sequences(0, 128))
     step(tree_model, [[1], [2]])
     step(tree_model, [[3]])
-    assert len(lengths) > 3
+    assert len(lengths) == 3
     assert counters["stats"]["unique_graphs"] == graphs
 
 

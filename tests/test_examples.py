@@ -52,9 +52,9 @@ def test_trainer_writes_a_model_that_transformers_reads(run, tmp_path):
 
 def test_trl_trains_with_a_tree_model(run):
     pytest.importorskip("trl", reason="the example needs the package trl")
-    printed = run("trl_grpo.py", "--steps", "3", "--backend", "eager")
-    assert all(value > 0 for value in numbers(r"'grad_norm': '([\d.]+)'", printed))
-    assert len(numbers(r"'reward': '([\d.]+)'", printed)) == 3
+    printed = run("trl_grpo.py", "--steps", "1", "--backend", "eager")
+    (norm,), (_reward,) = (numbers(rf"'{name}': '([\d.]+)'", printed) for name in ("grad_norm", "reward"))
+    assert norm > 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

@@ -1,6 +1,6 @@
-"""GRPO from end to end, small enough for a CPU: a model learns to sort digits from its own samples.
+"""GRPO from end to end, small enough for a CPU: `python examples/grpo.py`, or `treecompile demo --grpo`.
 
-    treecompile demo --grpo        # or: python examples/grpo.py
+A model learns to sort digits from its own samples.
 
 A prompt is 12 solved examples, the same for all, and a question: `…7302>0237;` and `4916>`. A decoder that reads and
 writes characters learns the form from a few supervised steps, and from then on from rewards alone: at every step it

@@ -100,10 +100,9 @@ def test_sorted_experts_equal_the_unpacked_model_in_float32(name: str) -> None:
     require_exact(tree_model, tree_model.plan(sequences), sequences, FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2 with softcap and window"])
-def test_compiled_blocks_equal_the_unpacked_model(name: str) -> None:
+def test_compiled_blocks_equal_the_unpacked_model() -> None:
     sequences = random_sequences(5, VOCABULARY)
-    model = FAMILIES[name]()
+    model = FAMILIES["gemma2 with softcap and window"]()
     tree_model = treecompile(model, 80, min_shared_tokens=1, backend="inductor")
     require_exact(tree_model, tree_model.plan(sequences), sequences, FLOAT32_TOLERANCE)
 

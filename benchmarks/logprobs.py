@@ -8,12 +8,13 @@ rounds, and the peak of memory above what is there before a step, each form in a
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import resource
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from helpers.timing import seconds_in_turn
@@ -63,17 +64,24 @@ def peak_bytes(name: str, tokens: int) -> int:
 
 
 def print_peak(name: str, tokens: int) -> None:
-    """Prints the peak of this process over one step, above that before it."""
+    """Prints the peak of this process over one step, above what it held before, captured and with gradients."""
     step = steps(tokens)[name]
-    steps(16)[name]()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    ctypes.CDLL(None).malloc_trim(0)  # else memory that the first step gave back counts as held
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at what is held now
+    before = held("VmRSS")
+    step()
+    print((held("VmHWM") - before) * 1024)
+
+
+def held(kind: str) -> int:
+    """Memory of this process, in units of 1,024 bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{kind}:")).split()[1])
 
 
 def measured(tokens: int, rounds: int) -> dict[str, float]:
     """Time and memory of both forms."""
-    # First: a process begins with the peak of the one that started it.
     peaks = {name: peak_bytes(name, tokens) for name in ("in_parts", "plain")}
     in_parts, plain = (statistics.median(taken) for taken in seconds_in_turn(list(steps(tokens).values()), rounds))
     return {

@@ -299,7 +299,7 @@ def _length_dependent(node: fx.Node) -> LengthDependentError:
 def _lasting(node: fx.Node) -> TokenMixingError:
     hint = (
         "write it without in-place operations; what a call counts belongs into the training loop, such as the tokens "
-        "of every expert: losses.expert_counts(out)."
+        "of every expert: losses.expert_counts(out, top_k=…)."
     )
     return _refusal(node, "it writes into a parameter, a buffer or an input of the model", hint)
 

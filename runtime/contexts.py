@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 
 from tree_compile.errors import PayloadError, TokenTypeError
 from tree_compile.runtime.counts import a_kind, count_of
-from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
-__all__ = ["SHARES", "mask_of", "shared_limits"]
+__all__ = ["mask_of", "shared_limits"]
 
-SHARES = ("all", "context")
 _WHY = "it says of each token whether it is trained on."
 _HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
 
@@ -33,14 +31,15 @@ def shared_limits(batch: Batch, share: str, trainable: Any) -> IntArray | None:
 
     Raises:
         InputError: `trainable` is something else, or does not fit the sequences.
-        ValueError: `share` is unknown, or `trainable` is given with another one than "context", or missing with that.
+        ValueError: `trainable` is given with another `share` than "context", or beside samples, or missing with that.
     """
-    check_choice("share", share, SHARES)
     if share == "all":
         if trainable is not None:
             raise ValueError('share is "all"; it must be "context" where trainable is given')
         return None
-    if trainable is None and batch.samples is not None:
+    if batch.samples is not None:
+        if trainable is not None:
+            raise ValueError("trainable is given beside samples; it must be left out, since they say it themselves")
         trainable = [sample.is_trained for sample in batch.samples.all]
     if trainable is None:
         raise ValueError('trainable is None; it must be one value per token where share is "context"')

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 OBJECTIVES = ("rows", "tokens")
+_SHARES = ("all", "context")
 PLAN_SECONDS = 0.15
 """How long rows are improved where nothing else is said."""
 MIN_SHARED_TOKENS = 64
@@ -69,6 +70,7 @@ def check_options(
     pad_rows: bool = False,
     plan_seconds: float = PLAN_SECONDS,
     plan_attempts: int | None = None,
+    share: str = "all",
 ) -> Options:
     """The options of `plan_rows`, which has the same arguments, in the types that the planner computes with.
 
@@ -82,6 +84,7 @@ def check_options(
         raise ValueError("row_tokens is None; it must be the length to pad to where pad_rows is True")
     min_shared_tokens = check_count("min_shared_tokens", min_shared_tokens, 1)
     check_choice("objective", objective, OBJECTIVES)
+    check_choice("share", share, _SHARES)
     return Options(row_tokens, min_shared_tokens, objective, pad_rows, _budget(plan_seconds, plan_attempts))
 
 

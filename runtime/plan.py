@@ -118,7 +118,10 @@ class Plan:
             sequence_offsets=np.array([0, count]),
             sequence_segment=row.sequence_segment,
         )
-        return Plan(batch, tree, layout, self.row_tokens, self.padded, 1, row.length)
+        plan = Plan(batch, tree, layout, self.row_tokens, self.padded, 1, row.length)
+        # The rows of a planned batch that was sent have what the plan has no more.
+        vars(plan)["rows"] = (row.renumbered(batch, tree.source),)
+        return plan
 
     def with_sequences(self, sequences: Sequences) -> Plan:
         """The plan with its sequences, which have to be those that it was made for.

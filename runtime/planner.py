@@ -20,8 +20,8 @@ class ReadyRow:
     """A row that is given out.
 
     Attributes:
-        plan: a plan of this one row, over the sequences in it. Its samples do not know what is counted over the whole
-            batch, of which more may come: losses over it take `counts`.
+        plan: a plan of this one row, over the sequences in it. What is counted over the whole batch is not known, since
+            more of it may come: losses over the row take `counts`.
         sequence_ids: of each sequence of the plan, counted from 0 in the order in which they were added.
     """
 
@@ -84,11 +84,11 @@ class Planner:
                 payloads. It is not added then.
         """
         batch = batch_of(_of_one(sequence), first=self._added)
-        self._check_kind(batch)
+        self._refuse_recordings(batch)
         check_fits(batch.lengths, self._row_tokens, first=self._added)
         # Copies: a caller may fill the same array with the next rollout.
         inputs = {name: values[0].copy() for name, values in batch.inputs.items()}
-        waiting = _Waiting(inputs, sequence if isinstance(sequence, Sample) else None)
+        waiting = _Waiting(inputs, batch.samples.all[0] if batch.samples else None)
         self._check_form(waiting.form)
         self._waiting[self._added], self._form = waiting, waiting.form
         self._added += 1
@@ -107,11 +107,11 @@ class Planner:
                 hint="give every sequence the same inputs and payloads.",
             )
 
-    def _check_kind(self, batch: Batch) -> None:
+    def _refuse_recordings(self, batch: Batch) -> None:
         if batch.tables:
             raise PayloadError(
                 f"Sample {self._added} has recorded experts.",
-                why="a planner shares tokens as they come, without looking at what was recorded for them.",
+                why="they are numbered for each batch anew, and the numbers of samples that come later mean others.",
                 hint="plan the samples of a batch with plan_rows.",
             )
 
@@ -144,7 +144,7 @@ class Planner:
         waiting = list(self._waiting.values())
         samples = tuple(one.sample for one in waiting if one.sample is not None)
         inputs = {name: [one.inputs[name] for one in waiting] for name in waiting[0].inputs}
-        return Batch(inputs, Samples(samples, is_complete=False) if samples else None)
+        return Batch(inputs, Samples(samples, is_complete=False) if samples else None, is_complete=False)
 
 
 @dataclass(frozen=True, eq=False)

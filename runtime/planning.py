@@ -44,8 +44,8 @@ def plan_rows(
         pad_rows: fill every row up to `row_tokens` with tokens that nobody reads.
         share: "all" shares every common prefix; "context" shares it up to, and without, the token before the first
             trainable one, so that each sequence has its own copy of all that a loss reads.
-        trainable: for `share="context"`, per sequence one bool or number per token, not 0 where it is trained on;
-            samples have their own.
+        trainable: for `share="context"`, per sequence one bool or number per token, not 0 where it is trained on; left
+            out for samples, which have their own.
         plan_seconds: how long rows are improved; 0 takes the best construction.
         plan_attempts: improve for so many attempts instead, which gives the same rows on every machine.
 
@@ -53,7 +53,7 @@ def plan_rows(
         InputError: the sequences are not usable; `as_batch` and `pack_rows` list the cases. Or `trainable` is not.
         ValueError: an option has no meaning.
     """
-    options = check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
+    options = check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts, share)
     batch = batch_of(sequences)
     limits = shared_limits(batch, share, trainable)
     tree = build_prefix_tree(batch, options.min_shared_tokens, limits)

@@ -46,8 +46,10 @@ def _check(recorded: NDArray[Any], number: int, shape: tuple[int, ...], first: i
     if recorded.shape[1:] != shape:
         others = f"{list(shape)} for a token of sample {first}"
         raise _unusable(number, f"has {list(recorded.shape[1:])} numbers for a token, and {others}")
-    if recorded.min() < 0:
-        token, layer, place = np.argwhere(recorded < 0)[0]
+    # Engines that mark what they did not compute by -1 have the greatest number in types without a sign.
+    is_wrong = (recorded < 0) | (recorded > np.iinfo(np.int64).max)
+    if is_wrong.any():
+        token, layer, place = np.argwhere(is_wrong)[0]
         raise _unusable(number, f"holds {recorded[token, layer, place]} at token {token}, layer {layer}")
     ordered = np.sort(recorded, axis=2)
     repeated = np.argwhere(ordered[..., 1:] == ordered[..., :-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,11 +58,7 @@ class Row:
             PlanError: the plan is without its sequences.
         """
         if self.batch is None:
-            raise PlanError(
-                "The plan is without its sequences.",
-                why="a plan is saved and sent as integers only.",
-                hint="give them back: plan.with_sequences(sequences).",
-            )
+            raise _without_sequences()
         found = {name: self._gather(values) for name, values in self.batch.inputs.items()}
         return found | {name: table[found[name]] for name, table in self.batch.tables.items()}
 
@@ -82,20 +78,36 @@ class Row:
         Raises:
             PlanError: the plan was made for sequences without payloads, or is without them.
         """
-        if self.batch is None or self.batch.samples is None:
-            raise PlanError(
-                "The sequences of this row are no samples.",
-                why="they were passed as tokens alone, or in a dict of inputs of the model.",
-                hint="pass samples: model([Sample(tokens, advantage=…), …]).",
-            )
+        self.require_samples()
+        assert self.batch is not None
+        assert self.batch.samples is not None
         return {number: self.batch.samples.all[number] for number in self.sequence_ids}
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether its sequences are of samples, which a row that was sent has of its own."""
+        return "samples" in vars(self) or (self.batch is not None and self.batch.samples is not None)
+
+    def require_samples(self) -> None:
+        """Refuses sequences that are no samples.
+
+        Raises:
+            PlanError: as `samples`.
+        """
+        if self.has_samples:
+            return
+        if self.batch is None and "inputs" not in vars(self):
+            raise _without_sequences()
+        raise PlanError(
+            "The sequences of this row are no samples.",
+            why="they were passed as tokens alone, or in a dict of inputs of the model.",
+            hint="pass samples: model([Sample(tokens, advantage=…), …]).",
+        )
 
     @property
     def payload_names(self) -> tuple[str, ...]:
         """Names of the payloads of its samples; none where its sequences are no samples."""
-        if "samples" not in vars(self) and (self.batch is None or self.batch.samples is None):
-            return ()
-        return tuple(next(iter(self.samples.values())).payloads)
+        return tuple(next(iter(self.samples.values())).payloads) if self.has_samples else ()
 
     @cached_property
     def counts(self) -> Counts:
@@ -104,7 +116,8 @@ class Row:
         Raises:
             PlanError: there are no samples, or the row was given out before all samples of the batch were known.
         """
-        known = self._known_counts if self.samples else None
+        self.require_samples()
+        known = self._known_counts
         if known is None:
             raise PlanError(
                 "What is to be counted over the whole batch is not known.",
@@ -122,9 +135,9 @@ class Row:
         return self.batch.samples.counts if self.batch is not None and self.batch.samples is not None else None
 
     @cached_property
-    def batch_sequences(self) -> int:
-        """How many sequences the batch has, those of other rows among them."""
-        return len(self.sequence_ids if self.batch is None else self.batch)
+    def batch_sequences(self) -> int | None:
+        """How many sequences the batch has, those of other rows among them; None where that is not known."""
+        return None if self.batch is None else self.batch.whole
 
     @cached_property
     def sequences_through(self) -> IntArray:
@@ -240,6 +253,19 @@ class Row:
         ]
         return self._padded(np.concatenate(parts, dtype=np.int64), 0)
 
+    def renumbered(self, batch: Batch | None, source: IntArray) -> Row:
+        """The same row with its sequences counted from 0, as in a plan of this row alone.
+
+        Args:
+            batch: its sequences; None where there are none, or the row was sent with its own.
+            source: for each segment a sequence that holds its tokens, int64 [S].
+        """
+        row = replace(self, batch=batch, source=source, sequence_ids=tuple(range(len(self.sequence_ids))))
+        sent = {name: vars(self)[name] for name in ("inputs", "batch_sequences", "counts") if name in vars(self)}
+        samples = {"samples": dict(enumerate(self.samples.values()))} if self.has_samples else {}
+        vars(row).update(sent | samples)
+        return row
+
     def __repr__(self) -> str:
         counts = ((self.length, "token"), (len(self.sequence_ids), "sequence"), (len(self.segments), "segment"))
         return f"Row({', '.join(count_of(*count) for count in counts)})"
@@ -248,11 +274,18 @@ class Row:
         """A row is sent with its own tokens and without the other sequences of the batch."""
         has_tokens = self.batch is not None or "inputs" in vars(self)
         inputs = {"inputs": self.inputs, "batch_sequences": self.batch_sequences} if has_tokens else {}
-        has_samples = "samples" in vars(self) or (self.batch is not None and self.batch.samples is not None)
-        samples = {"samples": self.samples} if has_samples else {}
+        samples = {"samples": self.samples} if self.has_samples else {}
         counts = {} if self._known_counts is None else {"counts": self._known_counts}
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {"batch": None} | inputs | samples | counts
+
+
+def _without_sequences() -> PlanError:
+    return PlanError(
+        "The plan is without its sequences.",
+        why="a plan is saved and sent as integers only.",
+        hint="give them back: plan.with_sequences(sequences).",
+    )
 
 
 def _form_of_all(given: Mapping[int, NDArray[Any]], name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -34,12 +34,20 @@ class Sample:
         payloads: anything else: per token [len, …], such as old log-probabilities, or per sequence, such as a reward.
             They are kept as they are. One of them has a meaning for the model's call: `routed_experts`, whole numbers
             [len, layers with a router, experts per token], are the experts that the routers then send tokens to.
+
+    Whenever a batch is made of it, its plans, rows and outputs keep what `trainable` says then. Payloads are read when
+    they are asked for.
     """
 
     def __init__(self, tokens: TokenSequence, trainable: TokenSequence | None = None, **payloads: Any) -> None:
         self.tokens = tokens
         self.trainable = trainable
-        self.payloads = payloads
+        self._payloads = payloads
+
+    @property
+    def payloads(self) -> dict[str, Any]:
+        """What belongs to the sequence, the same dict in all batches that the sample is in; entries may be set."""
+        return self._payloads
 
     def __repr__(self) -> str:
         return f"Sample({len(self.tokens)} tokens, payloads: {', '.join(self.payloads) or 'none'})"
@@ -64,7 +72,7 @@ class Sample:
             raise _no_key(value, number, name)
         return found
 
-    @cached_property
+    @property
     def is_trained(self) -> NDArray[np.bool_]:
         """Which tokens a loss counts, bool [len].
 
@@ -77,6 +85,16 @@ class Sample:
             mask = mask_of(self.trainable, "`trainable`", len(self.tokens))
         mask[:1] = False
         return mask
+
+    def as_it_is(self) -> Sample:
+        """What a batch keeps of it, with the same payloads: what is done to `trainable` later is not seen.
+
+        Raises:
+            InputError: as `is_trained`.
+        """
+        kept = Sample(self.tokens, self.is_trained)
+        kept._payloads = self._payloads
+        return kept
 
 
 @dataclass(frozen=True)
@@ -173,8 +191,8 @@ def batch_of(inputs: Sequences, first: int = 0) -> Batch:
     batch = as_batch([sample.tokens for sample in samples], first)
     for number, sample in enumerate(samples, first):
         _check_payloads(sample, number, samples[0], first)
-        _check_trainable(sample, number)
-    batch = replace(batch, samples=Samples(samples))
+    kept = tuple(_kept(sample, number) for number, sample in enumerate(samples, first))
+    batch = replace(batch, samples=Samples(kept))
     return _with_choices(batch, first) if ROUTED in samples[0].payloads else batch
 
 
@@ -213,9 +231,9 @@ def _check_payloads(sample: Sample, number: int, other: Sample, first: int) -> N
         )
 
 
-def _check_trainable(sample: Sample, number: int) -> None:
+def _kept(sample: Sample, number: int) -> Sample:
     try:
-        sample.is_trained  # noqa: B018
+        return sample.as_it_is()
     except InputError as error:
         raise type(error)(f"Sample {number}: {error.what}", why=error.why, hint=error.hint) from error.__cause__
 
@@ -232,7 +250,7 @@ def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
         raise PayloadError(
             f"{name!r} of sample {number} has shape {values.shape} for {len(sample.tokens)} tokens.",
             why=_WHY,
-            hint="give the tokens of the prompt an entry, too: it is not read.",
+            hint="give the tokens of the prompt an entry, too.",
         )
     if values.dtype.kind == "f" and not np.isfinite(values[sample.is_trained]).all():
         is_wrong = ~np.isfinite(values).reshape(len(values), -1).all(1) & sample.is_trained

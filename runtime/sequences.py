@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -70,11 +70,15 @@ class Batch:
             be moved by torch: `as_it_lies` has its array then.
         samples: the samples that the sequences are of; None where they are sequences alone.
         tables: for inputs that number something, what each number stands for, `[numbers, …]`: it is what a row gets.
+        part_of: the number of sequences of the batch that these are a part of; None where they are all of it.
+        is_complete: whether more sequences of the batch may come, as with a `Planner`: False then.
     """
 
     inputs: dict[str, list[TokenArray]]
     samples: Samples | None = None
     tables: Mapping[str, IntArray] = field(default_factory=dict)
+    part_of: int | None = None
+    is_complete: bool = True
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,11 +93,17 @@ class Batch:
         """Tokens per sequence, int64 [number of sequences]."""
         return np.fromiter(map(len, self.tokens), np.int64, len(self))
 
+    @property
+    def whole(self) -> int | None:
+        """The number of sequences of the whole batch; None where that is not known."""
+        return (self.part_of or len(self)) if self.is_complete else None
+
     def of(self, ids: Iterable[int]) -> Batch:
-        """Some of its sequences, in the order of `ids`; what is counted over all of its samples stays so."""
+        """Some of its sequences, in the order of `ids`; what is counted over the whole batch stays so."""
         ids = list(ids)
         samples = self.samples and self.samples.of(ids)
-        return Batch({name: [values[i] for i in ids] for name, values in self.inputs.items()}, samples, self.tables)
+        inputs = {name: [values[i] for i in ids] for name, values in self.inputs.items()}
+        return replace(self, inputs=inputs, samples=samples, part_of=self.whole)
 
 
 def as_batch(inputs: Sequences, first: int = 0) -> Batch:

@@ -180,7 +180,9 @@ def check_recordings(rows: Sequence[Row], plain: PlainModel) -> None:
     """Refuses recorded experts that do not fit to the routers of the model.
 
     Raises:
-        PayloadError, ReplayError.
+        PayloadError: a recording has other numbers of layers or of experts per token than the routers, or an expert
+            that they do not have.
+        ReplayError: the routers cannot be made to choose recorded experts.
     """
     if ROUTED not in plain.input_names:
         return

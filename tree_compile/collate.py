@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tree_compile.errors import PayloadError
-from tree_compile.runtime.contexts import SHARES
 from tree_compile.runtime.counts import a_kind
-from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.samples import Sample
@@ -28,7 +27,7 @@ IGNORED_LABEL = -100
 
 
 class PlannedBatch(Plan):
-    """A plan that takes its sequences and samples along when it is sent to another process."""
+    """A plan whose rows take their sequences and samples along when it is sent to another process."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"rows": self.rows}
@@ -50,7 +49,8 @@ class Collate:
         """Plans a batch.
 
         Raises:
-            InputError: a sample is not usable; it is named by its number in the batch.
+            InputError: a sample is not usable, or has not the column that says what is trained on; it is named by its
+                number in the batch.
         """
         samples = [_sample(given, number, self.trainable) for number, given in enumerate(_one_by_one(elements))]
         plan = plan_rows(samples, **self.plan_options)
@@ -79,10 +79,11 @@ def treecompile_collate(
     sent by a worker, too. Its rows are computed as they are, so these options hold, and not those of `treecompile`.
 
     An element of the dataset is a `Sample`; or tokens alone, [len], all trained on; or a dict with "input_ids" [len],
-    as Hugging Face's datasets have. Of a dict, the column `trainable` says what is trained on, or where there is none
-    "labels", that are -100 elsewhere; all other columns are payloads. An "attention_mask" of ones, "position_ids" that
-    count from 0 and "token_type_ids" of zeros say nothing, and are left out. Or an element is a list of samples or
-    dicts, as all attempts at one task, or both sides of a preference: then a batch holds them together.
+    as Hugging Face's datasets have. Of a dict, the column `trainable` says what is trained on; without one of this
+    default name "labels" say it, that are -100 elsewhere, or else all tokens are trained on. All other columns are
+    payloads. An "attention_mask" of ones, "position_ids" that count from 0 and "token_type_ids" of zeros say nothing,
+    and are left out. Or an element is a list of samples or dicts, as all attempts at one task, or both sides of a
+    preference: then a batch holds them together.
 
     Args:
         row_tokens: as in `plan_rows`, like all but `trainable`.
@@ -90,7 +91,7 @@ def treecompile_collate(
         objective: "rows" or "tokens".
         pad_rows: fill every row up to `row_tokens`.
         share: "all" or "context".
-        trainable: the name of the column of a dict that has one value per token, not 0 where it is trained on:
+        trainable: the name of the column that each dict has with one value per token, not 0 where it is trained on:
             "completion_mask" or "assistant_masks" in datasets made for TRL.
         plan_seconds: how long rows are improved.
         plan_attempts: improve for so many attempts instead, which gives the same rows in every process.
@@ -98,9 +99,7 @@ def treecompile_collate(
     Raises:
         ValueError: an option has no meaning.
     """
-    check_options(row_tokens, min_shared_tokens, objective, pad_rows, plan_seconds, plan_attempts)
-    check_choice("share", share, SHARES)
-    options = {
+    options: dict[str, Any] = {
         "row_tokens": row_tokens,
         "min_shared_tokens": min_shared_tokens,
         "objective": objective,
@@ -109,6 +108,7 @@ def treecompile_collate(
         "plan_seconds": plan_seconds,
         "plan_attempts": plan_attempts,
     }
+    check_options(**options)
     return Collate(options, trainable)
 
 
@@ -137,8 +137,10 @@ def _sample(given: Any, number: int, trainable: str) -> Sample:
 def _of_columns(columns: dict[str, Any], number: int, trainable: str) -> Sample:
     tokens = columns.pop(TOKENS)
     for name in _IMPLIED.keys() & columns.keys():
-        _check_implied(name, columns.pop(name), number)
+        _check_implied(name, columns.pop(name), tokens, number)
     trained = columns.pop(trainable, None)
+    if trained is None and trainable != TRAINABLE:
+        raise _without_marks(trainable, columns, number)
     if trained is None and LABELS in columns:
         trained = _labelled(columns.pop(LABELS), tokens, number)
     sample = Sample(tokens, trained)
@@ -155,9 +157,18 @@ _IMPLIED: dict[str, Callable[[int], NDArray[Any]]] = {
 """What may stand in a column that is left out, from the number of its tokens."""
 
 
-def _check_implied(name: str, value: Any, number: int) -> None:
-    found = _integers(value, name, number)
-    if not np.array_equal(found, _IMPLIED[name](len(found))):
+def _without_marks(trainable: str, columns: Mapping[str, Any], number: int) -> PayloadError:
+    others = ", ".join(map(repr, columns)) or "none"
+    return PayloadError(
+        f"Element {number} has nothing in the column {trainable!r}; its others are: {others}.",
+        why="it was to say what is trained on, and all tokens would be.",
+        hint="pass the name of the column as treecompile_collate(trainable=…), or fill it.",
+    )
+
+
+def _check_implied(name: str, value: Any, tokens: Any, number: int) -> None:
+    count = _integers(tokens, TOKENS, number).size
+    if not np.array_equal(_integers(value, name, number), _IMPLIED[name](count)):
         raise PayloadError(
             f"{name!r} of element {number} is not that of one sequence without padding.",
             why="samples go to the model as token ids alone.",

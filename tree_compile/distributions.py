@@ -35,33 +35,34 @@ class TopTokens(NamedTuple):
 class Distributions:
     """What the model says of every token but the first of each sequence, before it has seen the token.
 
-    `logprobs`, `entropy`, `topk` and `logprobs_of` are those of `TreeOutput`, of softmax(logits / temperature).
+    `logprobs`, `trained_logprobs`, `entropy`, `topk` and `logprobs_of` are those of `TreeOutput`, of
+    softmax(logits / temperature).
     """
 
     def __init__(self, results: Sequence[RowResult], sequence_ids: Sequence[int], temperature: float = 1.0) -> None:
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature is {temperature!r}; it must be a number above 0")
+        number = _positive(temperature)
         self._ids = sequence_ids
         self._results = results
-        self._rows = [_RowDistributions(result, float(temperature)) for result in results]
+        self._rows = [_RowDistributions(result, number) for result in results]
 
     @cached_property
     def logprobs(self) -> PerSequence[Tensor]:
         """The log-probability of every token but the first: `[len_i - 1]`."""
         for row in self._rows:
-            row.require_logits(row.following)
+            row.require_logits_of(row.following)
         return self._by_sequence(_RowDistributions.logprobs, "out.logprobs")
 
     @cached_property
     def trained_logprobs(self) -> PerSequence[Tensor]:
         """The log-probabilities of the tokens of every sample that are trained on: `[trained_i]`."""
         for row in self._rows:
-            row.require_logits(np.concatenate(row.trained))
+            row.require_logits_of(np.concatenate(row.trained))
         return self._by_sequence(_RowDistributions.trained_logprobs, "out.trained_logprobs")
 
     @cached_property
     def entropy(self) -> PerSequence[Tensor]:
         """The entropy of the distribution that every token but the first was drawn from, in nats: `[len_i - 1]`."""
+        # An output without logits is refused by the call, not by `[i]`.
         self._results[0].vocabulary  # noqa: B018
         return self._by_sequence(_RowDistributions.entropy, "out.entropy")
 
@@ -114,7 +115,7 @@ class _RowDistributions:
         row = self.result.row
         return [row.path(sequence)[sample.is_trained] for sequence, sample in row.samples.items()]
 
-    def require_logits(self, tokens: IntArray) -> None:
+    def require_logits_of(self, tokens: IntArray) -> None:
         """Refuses tokens of the row that the model has no logit for, as ids that are embedded alone.
 
         Raises:
@@ -164,10 +165,9 @@ class _RowDistributions:
         row, wanted = self.result.row, np.concatenate(self.trained)
         tokens = np.unique(wanted)
         tokens = tokens[np.argsort(row.parent[tokens], kind="stable")]
-        found = self._logprobs_for(self._asked_of(row.parent[tokens], row.tokens[tokens]))
-        order = np.argsort(tokens)
-        at = order[np.searchsorted(tokens, wanted, sorter=order)]
-        return list(found[torch.from_numpy(at).to(found.device)].split([len(own) for own in self.trained]))
+        logprobs = self._logprobs_for(self._asked_of(row.parent[tokens], row.tokens[tokens]))
+        found = self._at(torch.from_numpy(tokens), logprobs)
+        return list(found[torch.from_numpy(wanted).to(found.device)].split([len(own) for own in self.trained]))
 
     def entropy(self) -> list[Tensor]:
         return self._before_last(self._at(self._asked.rows, self._both.entropy))
@@ -201,6 +201,21 @@ class _RowDistributions:
 
     def _before_last(self, values: Tensor) -> list[Tensor]:
         return [part[:-1] for part in self.result.unpacked(values)]
+
+
+def _positive(temperature: Any) -> float:
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
+        raise ValueError(
+            "temperature requires a gradient, and none is computed of it; pass a number, as temperature.item() is, or "
+            "divide out.logits by it"
+        )
+    try:
+        number = float(temperature)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if isinstance(temperature, str) or not 0 < number < math.inf:
+        raise ValueError(f"temperature is {temperature!r}; it must be a number above 0")
+    return number
 
 
 _LABELS_WHY = "they are token ids, one or several for every place."

@@ -39,6 +39,7 @@ from tree_compile.output import TreeOutput
 from tree_compile.routing import expert_counts, load_balancing
 from tree_compile.runtime.options import check_choice
 from tree_compile.runtime.samples import GROUP, PAIR, Counts, Sample, counts_of, payload_of, per_token
+from tree_compile.runtime.sequences import IntArray
 
 __all__ = [
     "NORMALISERS",
@@ -71,8 +72,9 @@ def sft(out: TreeOutput, *, normaliser: str, constant: float | None = None, coun
         ValueError: an option has no meaning.
         OutputError, StaleOutputError, TokenRangeError: as `out.logprobs`.
     """
+    divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
-    return tokens.sum(-tokens.logprobs, normaliser, constant, counts)
+    return tokens.sum(-tokens.logprobs, divisor)
 
 
 def grpo(
@@ -104,9 +106,10 @@ def grpo(
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
     _check_at_least_0(clip_low=clip_low, clip_high=clip_high)
+    divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     objective = tokens.clipped(tokens.of_sequence("advantage"), clip_low=clip_low, clip_high=clip_high)
-    return tokens.sum(-objective, normaliser, constant, counts)
+    return tokens.sum(-objective, divisor)
 
 
 def ppo_clip(
@@ -122,9 +125,10 @@ def ppo_clip(
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
     _check_at_least_0(clip=clip)
+    divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     objective = tokens.clipped(tokens.of_token("advantages"), clip_low=clip, clip_high=clip)
-    return tokens.sum(-objective, normaliser, constant, counts)
+    return tokens.sum(-objective, divisor)
 
 
 def cispo(
@@ -152,9 +156,10 @@ def cispo(
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
     _check_at_least_0(clip_high=clip_high)
+    divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     weights = tokens.ratio().detach().clamp(max=1 + clip_high) * tokens.of_sequence("advantage")
-    return tokens.sum(-weights * tokens.logprobs, normaliser, constant, counts)
+    return tokens.sum(-weights * tokens.logprobs, divisor)
 
 
 def kl_to_reference(
@@ -175,9 +180,10 @@ def kl_to_reference(
         ValueError: as `sft`.
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
+    divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     difference = tokens.of_token("reference_logprobs") - tokens.logprobs
-    return tokens.sum(difference.expm1() - difference, normaliser, constant, counts)
+    return tokens.sum(difference.expm1() - difference, divisor)
 
 
 def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> Tensor:
@@ -205,6 +211,28 @@ def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> 
     return -F.logsigmoid(beta * (margins[chosen] - margins[rejected])).sum() / pairs
 
 
+@dataclass(frozen=True)
+class _Divisor:
+    """What a loss is divided by, as its arguments say; checked before the head is computed."""
+
+    normaliser: str
+    constant: float | None
+    counts: Counts | None
+
+    def __post_init__(self) -> None:
+        check_choice("normaliser", self.normaliser, NORMALISERS)
+        if self.normaliser != "constant":
+            self._leave_out("constant", self.constant)
+        elif self.constant is None or not 0 < self.constant < math.inf:
+            raise ValueError(f"constant is {self.constant!r}; it must be a number above 0")
+        else:
+            self._leave_out("counts", self.counts)
+
+    def _leave_out(self, name: str, value: object) -> None:
+        if value is not None:
+            raise ValueError(f"{name} is {value!r}; with the normaliser {self.normaliser!r} it must be left out")
+
+
 @dataclass(frozen=True, eq=False)
 class _Trained:
     """The trained tokens of all sequences of an output, one sequence after the other.
@@ -213,35 +241,37 @@ class _Trained:
         out: the output.
         logprobs: [N].
         sequence: the place of each token's sequence among those of `out`, int64 [N].
-        places: for each sequence, which of its tokens are trained, int64.
+        places: for each sequence, which of its tokens are trained, int64 [trained_i].
     """
 
     out: TreeOutput
     logprobs: Tensor
     sequence: Tensor
-    places: list[Tensor]
+    places: list[IntArray]
 
     @classmethod
     def of(cls, out: TreeOutput) -> _Trained:
-        trained = [np.flatnonzero(out.samples[number].is_trained) for number in out.sequence_ids]
+        places = [np.flatnonzero(out.samples[number].is_trained) for number in out.sequence_ids]
         logprobs = torch.cat(list(out.trained_logprobs))
-        places = [torch.from_numpy(at).to(logprobs.device) for at in trained]
-        sequence = torch.cat([torch.full_like(at, place) for place, at in enumerate(places)])
-        return cls(out, logprobs, sequence, places)
+        sequence = np.repeat(np.arange(len(places)), list(map(len, places)))
+        return cls(out, logprobs, torch.from_numpy(sequence).to(logprobs.device), places)
 
     def of_token(self, name: str) -> Tensor:
         """A payload per token, [N]."""
         found = []
         for number, at in zip(self.out.sequence_ids, self.places, strict=True):
-            values = per_token(self.out.samples[number], number, name)
+            sample = self.out.samples[number]
+            _check_constant(payload_of(sample, number, name), number, name)
+            values = per_token(sample, number, name)
             if values.ndim != 1 or values.dtype.kind not in "biuf":
                 raise PayloadError(
                     f"{name!r} of sample {number} has shape {values.shape} and type {values.dtype}.",
                     why="a loss reads one number per token.",
                     hint="pass [len]; for tokens of the prompt any number, such as 0.",
                 )
-            found.append(torch.as_tensor(values).to(self.logprobs)[at])
-        return torch.cat(found)
+            # torch has not all types of NumPy, nor steps backwards.
+            found.append(values[at].astype(np.float64))
+        return torch.from_numpy(np.concatenate(found)).to(self.logprobs)
 
     def of_sequence(self, name: str) -> Tensor:
         """A payload per sequence, for each of its tokens, [N]."""
@@ -261,16 +291,11 @@ class _Trained:
         ratio = self.ratio()
         return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
-    def sum(self, values: Tensor, normaliser: str, constant: float | None, counts: Counts | None) -> Tensor:
+    def sum(self, values: Tensor, divisor: _Divisor) -> Tensor:
         """The sum of `values` [N], each divided by what the normaliser says."""
-        check_choice("normaliser", normaliser, NORMALISERS)
-        if normaliser == "constant":
-            if constant is None or not 0 < constant < math.inf:
-                raise ValueError(f"constant is {constant!r}; it must be a number above 0")
-            return values.sum() / constant
-        if constant is not None:
-            raise ValueError(f"constant is {constant!r}; with the normaliser {normaliser!r} it must be left out")
-        divisors = values.new_tensor(self._divisors(normaliser, counts or self.out.counts))
+        if divisor.constant is not None:
+            return values.sum() / divisor.constant
+        divisors = values.new_tensor(self._divisors(divisor.normaliser, divisor.counts or self.out.counts))
         return (values / divisors[self.sequence]).sum()
 
     def _divisors(self, normaliser: str, counts: Counts) -> list[int]:
@@ -303,10 +328,20 @@ def _check_at_least_0(**options: float) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a number of 0 or more")
 
 
+def _check_constant(value: Any, number: int, name: str) -> None:
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise PayloadError(
+            f"{name!r} of sample {number} requires a gradient.",
+            why="a loss takes payloads as constants, and would leave it out.",
+            hint="pass it detached: value.detach().",
+        )
+
+
 def _number(value: Any, number: int, name: str) -> float:
+    _check_constant(value, number, name)
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         found = float("nan")
     if not math.isfinite(found):
         raise PayloadError(

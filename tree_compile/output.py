@@ -144,10 +144,13 @@ class TreeOutput(Sequence[Any]):
         return self._distributions.logprobs_of(labels)
 
     def at_temperature(self, temperature: float) -> Distributions:
-        """`logprobs`, `entropy`, `topk` and `logprobs_of` of softmax(logits / temperature).
+        """`logprobs`, `trained_logprobs`, `entropy`, `topk` and `logprobs_of` of softmax(logits / temperature).
+
+        Args:
+            temperature: a number, which no gradient is computed of.
 
         Raises:
-            ValueError: `temperature` is not above 0.
+            ValueError: `temperature` is not a finite number above 0, or requires a gradient.
         """
         return Distributions(self._results, self.sequence_ids, temperature)
 
@@ -157,12 +160,13 @@ class TreeOutput(Sequence[Any]):
 
     @cached_property
     def samples(self) -> dict[int, Sample]:
-        """The samples of the call, by their numbers.
+        """The samples of the call, by their numbers, in ascending order.
 
         Raises:
             PlanError: the call was made with sequences that are no samples.
         """
-        return {number: sample for result in self._results for number, sample in result.row.samples.items()}
+        found = {number: sample for result in self._results for number, sample in result.row.samples.items()}
+        return {number: found[number] for number in self.sequence_ids}
 
     @property
     def counts(self) -> Counts:
@@ -191,6 +195,7 @@ class TreeOutput(Sequence[Any]):
         Raises:
             OutputError: the model does not return them.
         """
+        self._results[0].require_router_logits()
         return self._by_sequence(_router_logits_of_sequences, "out.router_logits")
 
     @property

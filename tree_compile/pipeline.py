@@ -220,7 +220,7 @@ def _loss_told(graph_module: fx.GraphModule) -> Iterator[None]:
             raise
         hint = (
             f"if this makes a loss: return the logits alone, and {LOSS_HINT}; "
-            "one that balances experts: return `router_logits` of each layer for losses.load_balancing(out)."
+            "one that balances experts: return `router_logits` of each layer for losses.load_balancing(out, top_k=…)."
         )
         raise type(error)(error.what, where=error.where, why=error.why, hint=hint) from error.__cause__
 

@@ -6,11 +6,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from tree_compile.errors import ReplayError
 from tree_compile.passes.source import line_of_forward
@@ -48,10 +49,14 @@ def routing_of(model: nn.Module) -> Routing:
     """The routers of a model: its modules whose class is called …Router, as those of transformers are.
 
     Raises:
-        ReplayError: it has none, or they do not choose equally many experts from equally many.
+        ReplayError: it has none, or they do not choose equally many experts from equally many, or do not say so.
     """
     routers = [module for module in model.modules() if _is_router(module)]
     sizes = {(_top_k(router), _experts(router)) for router in routers}
+    for router in routers:
+        if not _experts(router):
+            raise _refused(router, f"The router {type(router).__name__} has no parameter [experts, width].",
+                           "nothing else says from how many experts it chooses")  # fmt: skip
     if not routers:
         raise _refused(model, "The model has no router that is known.", "a router is a module of a class …Router that "
                        "has `top_k` and a weight [experts, width], as those of transformers")  # fmt: skip
@@ -72,6 +77,7 @@ def _top_k(router: nn.Module) -> int:
 
 
 def _experts(router: nn.Module) -> int:
+    """From how many experts it chooses; 0 where nothing says so."""
     return next((weight.shape[0] for weight in router.parameters() if weight.dim() == 2), 0)
 
 
@@ -112,61 +118,82 @@ def _forward(
         choosing = _Choosing(by_router[id(self)], routing)
         with choosing:
             result = original(self, *args, **kwargs)
-        choosing.check(self)
+        choosing.check(self, result)
         return result
 
     return forward
 
 
 class _Choosing(TorchFunctionMode):
-    """Puts a recorded choice in the place of `topk` over the experts."""
+    """Puts a recorded choice in the place of `topk` over the experts, and follows what other choices have a part in."""
 
     def __init__(self, recorded: Tensor, routing: Routing) -> None:
         super().__init__()
         self._recorded, self._routing = recorded, routing
-        self._choices: list[_Choice] = []
-        self._chooses_groups = False
+        self._choices = 0
+        self._of_other_choices: dict[int, Any] = {}
+        """By their ids, which are theirs as long as they are kept."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (torch.topk, Tensor.topk):
-            return func(*args, **kwargs)
-        scores, k = args[0], args[1] if len(args) > 1 else kwargs.get("k")
-        if (k, scores.shape[-1], scores.dim()) != (self._routing.top_k, self._routing.experts, 2):
-            self._chooses_groups = True
-            return func(*args, **kwargs)
-        self._choices.append(_Choice(scores, self._recorded))
-        return self._choices[-1]
+        asked = _asked(args, kwargs) if func in (torch.topk, Tensor.topk) else None
+        if asked is not None and self._is_of_experts(asked):
+            return self._replayed(asked.scores)
+        result = func(*args, **kwargs)
+        if asked is not None:
+            self._note(result)
+        self._follow((args, kwargs), (result, args[:1] if _writes(func) else ()))
+        return result
 
-    def check(self, router: nn.Module) -> None:
+    def _is_of_experts(self, asked: _TopK) -> bool:
+        form = (asked.k, asked.scores.shape[-1], asked.scores.dim())
+        is_last = asked.dim in (-1, asked.scores.dim() - 1)
+        return is_last and asked.largest and form == (self._routing.top_k, self._routing.experts, 2)
+
+    def _replayed(self, scores: Tensor) -> torch.return_types.topk:
+        self._choices += 1
+        values = scores.gather(1, self._recorded)
+        self._follow(scores, values)
+        return torch.return_types.topk((values, self._recorded))
+
+    def _follow(self, given: Any, result: Any) -> None:
+        """Notes `result` where something of `given` is noted."""
+        if any(id(value) in self._of_other_choices for value in pytree.tree_leaves(given)):
+            self._note(result)
+
+    def _note(self, result: Any) -> None:
+        tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        self._of_other_choices.update((id(tensor), tensor) for tensor in tensors)
+
+    def check(self, router: nn.Module, result: Any) -> None:
         """Refuses a router that has not chosen once, or whose weights are 0 outside of the groups it would choose."""
-        if len(self._choices) != 1:
-            raise _not_one_choice(router, f"takes {count_of(len(self._choices), 'topk', 'topk')} over its experts")
-        if self._chooses_groups and self._choices[0].values_are_read:
+        if self._choices != 1:
+            raise _not_one_choice(router, f"takes {count_of(self._choices, 'topk', 'topk')} over its experts")
+        if any(id(value) in self._of_other_choices for value in pytree.tree_leaves(result)):
             raise _not_one_choice(router, "takes its weights from the groups of experts that it chose")
 
 
-class _Choice:
-    """What `torch.topk` returns, of recorded indices; notes whether the values are read."""
+class _TopK(NamedTuple):
+    """The arguments of `topk`."""
 
-    def __init__(self, scores: Tensor, recorded: Tensor) -> None:
-        self._scores = scores
-        self.indices = recorded
-        self.values_are_read = False
+    scores: Tensor
+    k: int
+    dim: int = -1
+    largest: bool = True
+    sorted: bool = True
+    out: Any = None
 
-    @property
-    def values(self) -> Tensor:
-        """The scores of the recorded experts, [tokens, top_k]."""
-        self.values_are_read = True
-        return self._scores.gather(1, self.indices)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.values, self.indices))
+def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _TopK:
+    return _TopK(*args, **{"scores" if name == "input" else name: value for name, value in kwargs.items()})
 
-    def __getitem__(self, place: int) -> Tensor:
-        return self.indices if place in (1, -1) else self.values
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether it writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _not_one_choice(router: nn.Module, what: str) -> ReplayError:

@@ -61,25 +61,46 @@ def load_balancing(out: TreeOutput, *, top_k: int, counts: Tensor | None = None)
     Raises:
         OutputError: the model does not return the logits of its routers, or `out` is a part of a batch and `counts`
             are left out.
-        ValueError: `top_k` is not between 1 and the number of experts, or `counts` have another shape.
+        ValueError: `top_k` is not between 1 and the number of experts, or `counts` have another shape or type, or are
+            not those of a batch that `out` is a part of.
     """
     if counts is None:
         _require_whole_batch(out)
-    own = expert_counts(out, top_k=top_k)
-    counts = own if counts is None else counts.to(own)
-    if counts.shape != own.shape:
-        raise ValueError(f"counts has shape {tuple(counts.shape)}; it must be [layers, experts], {tuple(own.shape)}")
+        counts = expert_counts(out, top_k=top_k)
+    else:
+        _check_counts(counts, out, top_k)
     probabilities = torch.stack([_probabilities(result) for result in out.row_results]).sum(0)
     chosen = counts.sum(0).to(probabilities)
     tokens = chosen.sum() / top_k  # of all layers
     return counts.shape[1] * (chosen / tokens * (probabilities / tokens)).sum()
 
 
+def _check_counts(counts: Tensor, out: TreeOutput, top_k: int) -> None:
+    """Refuses counts that are not those of a batch that `out` is a part of."""
+    layers = [layer for result in out.row_results[:1] for layer in result.router_logits]
+    shape = (len(layers), layers[0].shape[1])
+    _check_top_k(top_k, shape[1])
+    if counts.shape != shape or counts.dtype != torch.int64:
+        raise ValueError(
+            f"counts has shape {tuple(counts.shape)} and type {counts.dtype}; "
+            f"it must be [layers, experts], {shape}, of torch.int64"
+        )
+    # Each expert's may differ under dropout, and so is not compared.
+    own = top_k * sum(int(result.row.sequence_length.sum()) for result in out.row_results)
+    of_layers = counts.sum(1).tolist()
+    if min(of_layers) < own or max(of_layers) > min(of_layers) or bool((counts < 0).any()):
+        raise ValueError(
+            f"counts has {', '.join(map(str, of_layers))} choices of each layer, and this output alone has {own}; "
+            "it must be the sum of losses.expert_counts(out, top_k=…) over the whole batch"
+        )
+
+
 def _require_whole_batch(out: TreeOutput) -> None:
     sequences = out.row_results[0].row.batch_sequences
-    if len(out) < sequences:
+    if sequences is None or len(out) < sequences:
+        batch = "which more may come" if sequences is None else f"{sequences:,}"
         raise OutputError(
-            f"The output has {count_of(len(out), 'sequence')} of a batch of {sequences:,}.",
+            f"The output has {count_of(len(out), 'sequence')} of a batch of {batch}.",
             why="balance is a product of two means over the whole batch, so those of its rows do not add up.",
             hint="pass the sum of losses.expert_counts(out, top_k=…) over all rows as counts=…; or compute all rows in "
             "one call, tree_model(samples).",
@@ -89,24 +110,31 @@ def _require_whole_batch(out: TreeOutput) -> None:
 def _counts(result: RowResult, top_k: int) -> Tensor:
     """Those of one row, int64 [layers, experts]."""
     counts = []
-    for probabilities, weights in _layers(result):
-        experts = probabilities.shape[1]
-        if not 0 < top_k <= experts:
-            raise ValueError(f"top_k is {top_k!r}; it must be between 1 and the number of experts, {experts}")
-        chosen = probabilities.detach().topk(top_k).indices
+    for logits, weights in _layers(result):
+        experts = logits.shape[1]
+        _check_top_k(top_k, experts)
+        chosen = logits.detach().topk(top_k).indices
         counts.append(weights.new_zeros(experts).index_add(0, chosen.flatten(), weights.repeat_interleave(top_k)))
     return torch.stack(counts)
+
+
+def _check_top_k(top_k: int, experts: int) -> None:
+    if not 0 < top_k <= experts:
+        raise ValueError(f"top_k is {top_k!r}; it must be between 1 and the number of experts, {experts}")
 
 
 def _probabilities(result: RowResult) -> Tensor:
     """The sum over all layers and all tokens of the sequences of one row, [experts]."""
     # No product of matrices, which autocast would round.
-    return torch.stack([(weights[:, None] * own).sum(0) for own, weights in _layers(result)]).sum(0)
+    return torch.stack([(weights[:, None] * _softmax(own)).sum(0) for own, weights in _layers(result)]).sum(0)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32))
 
 
 def _layers(result: RowResult) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each router its probabilities [T, experts], and through how many sequences each token is, int64 [T]."""
+    """For each router its logits [T, experts], and through how many sequences each token is, int64 [T]."""
     through = torch.from_numpy(result.row.sequences_through)
     for logits in result.router_logits:
-        own = logits[: len(through)]
-        yield own.softmax(-1, torch.promote_types(own.dtype, torch.float32)), through.to(own.device)
+        yield logits[: len(through)], through.to(logits.device)

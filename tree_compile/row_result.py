@@ -66,6 +66,15 @@ class RowResult:
         Raises:
             OutputError: the model does not return them.
         """
+        self.require_router_logits()
+        return [self.tensor(place) for place in self.router_places]
+
+    def require_router_logits(self) -> None:
+        """Refuses an output without the logits of routers.
+
+        Raises:
+            OutputError: as `router_logits`.
+        """
         found = [self.tensor(place) for place in self.router_places]
         if not found or any(logits.dim() != 2 or not logits.is_floating_point() for logits in found):
             raise OutputError(
@@ -73,7 +82,6 @@ class RowResult:
                 why="they are its entry or attribute `router_logits`, one tensor [T, experts] for each layer.",
                 hint="for a model of transformers: treecompile(model, forward_kwargs={'output_router_logits': True}).",
             )
-        return found
 
     @property
     def vocabulary(self) -> int:

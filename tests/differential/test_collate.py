@@ -118,11 +118,23 @@ def test_element_that_is_a_list_of_samples_stays_together() -> None:
     assert treecompile_collate()([({"input_ids": [1, 2]}, {"input_ids": [3]})]).sequences == 2
 
 
+def test_row_of_a_batch_that_was_sent_is_a_plan_of_its_own() -> None:
+    planned = treecompile_collate(**COLLATE)(samples())
+    sent = pickle.loads(pickle.dumps(planned))
+    for index in range(len(planned.rows)):
+        expected, found = planned.of_row(index), sent.of_row(index)
+        require_same_rows(found, expected)
+        one, other = (losses.sft(tree_model()(plan), normaliser="per_token") for plan in (expected, found))
+        assert torch.equal(one, other)
+
+
 BAD: dict[str, tuple[list[Any], type[InputError], str]] = {
     "empty": ([[1, 2], []], EmptySequenceError, "Sequence 1 of input_ids is empty"),
     "text": ([{"input_ids": "abc"}], TokenTypeError, "Sequence 0 of input_ids is a str"),
     "no tokens": ([{"input_ids": [1]}, {"text": "a"}], PayloadError, "Element 1 is a dict without 'input_ids'"),
     "padding": ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], PayloadError, "'attention_mask' of element 0"),
+    "a mask that is too short": ([{"input_ids": [1, 2], "attention_mask": [1]}], PayloadError, "'attention_mask' of"),
+    "a number as a mask": ([{"input_ids": [1, 2], "attention_mask": np.array(1)}], PayloadError, "attention_mask' of"),
     "positions": ([{"input_ids": [1, 2], "position_ids": [1, 2]}], PayloadError, "'position_ids' of element 0"),
     "other labels": ([[1], {"input_ids": [1, 2], "labels": [2, 3]}], PayloadError, "'labels' of element 1 are not"),
     "few labels": ([{"input_ids": [1, 2], "labels": [1]}], PayloadError, "'labels' of element 0 are not"),
@@ -136,6 +148,13 @@ def test_bad_element_is_named(name: str) -> None:
     elements, error, message = BAD[name]
     with pytest.raises(error, match=message):
         treecompile_collate()(elements)
+
+
+@pytest.mark.parametrize("columns", [{"completion_mask": [0, 1]}, {"labels": [1, 2]}, {"completion_maks": None}, {}])
+def test_column_that_was_named_and_is_not_there_is_refused(columns: dict[str, Any]) -> None:
+    collate = treecompile_collate(trainable="completion_maks")
+    with pytest.raises(PayloadError, match="Element 1 has nothing in the column 'completion_maks'"):
+        collate([{"input_ids": [1, 2], "completion_maks": [0, 1]}, {"input_ids": [1, 2], **columns}])
 
 
 def test_bad_element_is_named_in_a_worker() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.differential.double import InDouble
 from tests.differential.trees import random_sequences
-from tree_compile import Plan, TreeModel, losses, plan_rows, treecompile
+from tree_compile import Plan, Planner, Sample, TreeModel, losses, plan_rows, treecompile
 from tree_compile.errors import OutputError, TokenMixingError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.tiny import tiny_model
@@ -110,13 +110,33 @@ def test_router_logits_and_counts_are_those_of_every_sequence(family: str, rows:
     assert torch.equal(losses.expert_counts(out, top_k=TOP_K), counts)
 
 
-@pytest.mark.parametrize("sent", [False, True])
-def test_load_balancing_of_one_of_several_rows_is_refused_without_the_counts_of_all(sent: bool) -> None:
-    row = planned("several rows").rows[0]
-    out = tree_model("qwen3_moe")(pickle.loads(pickle.dumps(row)) if sent else row)
+PARTS: dict[str, Callable[[Plan], Any]] = {
+    "row": lambda plan: plan.rows[0],
+    "row that was sent": lambda plan: pickle.loads(pickle.dumps(plan.rows[0])),
+    "plan of a row": lambda plan: plan.of_row(0),
+    "row of a plan of a row, sent": lambda plan: pickle.loads(pickle.dumps(plan.of_row(0).of_row(0).rows[0])),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_load_balancing_of_one_of_several_rows_is_refused_without_the_counts_of_all(part: str) -> None:
+    out = tree_model("qwen3_moe")(PARTS[part](planned("several rows")))
     with pytest.raises(OutputError, match=rf"has {len(out)} sequences? of a batch of {len(SEQUENCES)}") as raised:
         losses.load_balancing(out, top_k=TOP_K)
     assert "losses.expert_counts" in raised.value.hint
+
+
+@pytest.mark.parametrize("kind", [list, Sample])
+def test_load_balancing_of_a_row_that_a_planner_gave_out_is_refused_without_counts(kind: Callable[..., Any]) -> None:
+    planner = Planner(64, 1)
+    planner.add(kind([1, 2, 3]))
+    (ready,) = planner.flush()
+    for given in (ready.plan, pickle.loads(pickle.dumps(ready.plan.rows[0]))):
+        out = tree_model("qwen3_moe")(given)
+        with pytest.raises(OutputError, match="has 1 sequence of a batch of which more may come"):
+            losses.load_balancing(out, top_k=TOP_K)
+        counts = losses.expert_counts(out, top_k=TOP_K)
+        assert losses.load_balancing(out, top_k=TOP_K, counts=counts).requires_grad
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
@@ -126,8 +146,25 @@ def test_number_of_experts_that_there_are_not_is_refused(top_k: int) -> None:
 
 
 def test_counts_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"counts has shape \(4,\); it must be \[layers, experts\], \(2, 4\)"):
-        losses.load_balancing(tree_model("qwen3_moe")([[1, 2]]), top_k=TOP_K, counts=torch.ones(4))
+    with pytest.raises(ValueError, match=r"counts has shape \(4,\) .* it must be \[layers, experts\], \(2, 4\)"):
+        losses.load_balancing(tree_model("qwen3_moe")([[1, 2]]), top_k=TOP_K, counts=torch.ones(4, dtype=torch.int64))
+
+
+OTHER_COUNTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "of a part": (lambda counts: counts // 2, "and this output alone has 12"),
+    "of none": (torch.zeros_like, "has 0, 0 choices of each layer, and this output alone has 12"),
+    "below zero": (lambda counts: counts + counts.new_tensor([-50, 50, 0, 0]), "and this output alone has 12"),
+    "of one layer twice": (lambda counts: counts * counts.new_tensor([[1], [2]]), "has 12, 24 choices"),
+    "means": (lambda counts: counts / 3, r"has shape \(2, 4\) and type torch\.float"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_COUNTS)
+def test_counts_that_are_of_no_batch_with_the_output_are_refused(name: str) -> None:
+    change, message = OTHER_COUNTS[name]
+    out = tree_model("qwen3_moe")([[1, 2, 3], [1, 2, 4]])
+    with pytest.raises(ValueError, match=message):
+        losses.load_balancing(out, top_k=TOP_K, counts=change(losses.expert_counts(out, top_k=TOP_K)))
 
 
 def test_model_without_router_logits_is_told_how_to_return_them() -> None:
@@ -135,6 +172,7 @@ def test_model_without_router_logits_is_told_how_to_return_them() -> None:
     with pytest.raises(OutputError, match="no logits of routers") as raised:
         losses.load_balancing(out, top_k=TOP_K)
     assert "output_router_logits" in raised.value.hint
+    assert not hasattr(out, "router_logits")
 
 
 def test_loss_that_transformers_computes_of_one_call_is_left_out() -> None:
@@ -179,14 +217,14 @@ class ReturnsItsCounts(Balanced):
 def test_loss_over_the_tokens_of_a_row_is_refused_with_what_to_do_instead() -> None:
     with pytest.raises(TokenMixingError) as raised:
         treecompile(ReturnsItsLoss(), backend="eager")([[1, 2, 3]])
-    assert "losses.load_balancing" in raised.value.hint
+    assert "losses.load_balancing(out, top_k=" in raised.value.hint
 
 
 def test_counts_that_a_router_keeps_in_a_buffer_are_refused() -> None:
     with pytest.raises(TokenMixingError, match="add_ cannot be followed") as raised:
         treecompile(CountsItsTokens(), backend="eager")([[1, 2, 3]])
     assert "parameter, a buffer or an input" in raised.value.why
-    assert "losses.expert_counts" in raised.value.hint
+    assert "losses.expert_counts(out, top_k=" in raised.value.hint
 
 
 def test_counts_that_a_model_returns_are_refused() -> None:

@@ -298,10 +298,17 @@ def test_labels_may_be_filled_again_after_the_call() -> None:
     assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "temperature", [0, -1.0, float("inf"), float("nan"), None, "0.5", [0.5], torch.ones(2), 10**400]
+)
 def test_temperature_is_above_zero(temperature) -> None:
     with pytest.raises(ValueError, match="a number above 0"):
         tree_model_of("llama")(SEQUENCES).at_temperature(temperature)
+
+
+def test_temperature_that_is_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature requires a gradient"):
+        tree_model_of("llama")(SEQUENCES).at_temperature(torch.tensor(0.5, requires_grad=True))
 
 
 @pytest.mark.parametrize("k", [0, VOCABULARY + 1])
@@ -418,6 +425,27 @@ def test_change_through_data_is_seen_in_every_type(dtype: torch.dtype, size: int
             tensor.data[-1, -1] = 1
             assert not marks.are_unchanged()
             tensor.data[-1, -1] = 0
+
+
+ALIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "signs": torch.neg,
+    "doubled": lambda weight: weight * 2,
+    "halved": lambda weight: weight / 2,
+    "rows turned around": lambda weight: weight.flip(0),
+    "neighbours exchanged": lambda weight: weight.unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
+    "parts exchanged": lambda weight: weight.roll(len(weight) // 2, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("name", ALIKE)
+def test_changes_of_many_numbers_that_are_alike_are_seen(name: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[1::2] = -weight[::2]  # as many of both signs
+    for tensor in (weight, weight[:64, :64]):
+        marks = Marks([tensor])
+        tensor.data.copy_(ALIKE[name](tensor.clone()))
+        assert not marks.are_unchanged()
 
 
 def test_dropout_with_autocast_switched_off_is_drawn_once() -> None:

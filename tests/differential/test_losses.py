@@ -205,10 +205,85 @@ def test_payload_that_differs_on_shared_tokens_is_read_by_sequence() -> None:
         row.payload("gain")
 
 
+@pytest.mark.parametrize("change", ["another mask", "written into"])
+def test_batch_keeps_what_was_trained_on_and_the_next_one_reads_it_anew(change: str) -> None:
+    marks = torch.tensor([0, 1, 0, 0])
+    sample = Sample([1, 2, 3, 4], marks)
+    earlier = tree_model()([sample])
+    expected = [losses.sft(tree_model()([Sample([1, 2, 3, 4], given)]), normaliser="per_token")
+                for given in ([0, 1, 0, 0], [0, 0, 1, 1])]  # fmt: skip
+    if change == "written into":
+        marks.copy_(torch.tensor([0, 0, 1, 1]))
+    else:
+        sample.trainable = [0, 0, 1, 1]
+    assert torch.equal(losses.sft(earlier, normaliser="per_token"), expected[0])
+    assert torch.equal(losses.sft(tree_model()([sample]), normaliser="per_token"), expected[1])
+    assert losses.counts_of([sample]).tokens == 2
+
+
+def test_sample_may_get_other_tokens_for_the_next_batch() -> None:
+    sample = Sample([1, 2, 3])
+    earlier = tree_model()([sample])
+    sample.tokens = [1, 2, 3, 4]
+    assert [len(out.trained_logprobs[0]) for out in (earlier, tree_model()([sample]))] == [2, 3]
+
+
+def test_payload_that_is_set_after_the_call_is_read_by_the_loss() -> None:
+    sample = Sample([1, 2, 3], old_logprobs=[-5.0] * 3, advantage=0.0)
+    out = tree_model()([sample])
+    assert float(losses.grpo(out, normaliser="per_token").detach()) == 0
+    sample.payloads["advantage"] = 1.0
+    assert float(losses.grpo(out, normaliser="per_token").detach()) != 0
+    with pytest.raises(AttributeError):
+        sample.payloads = {}  # type: ignore[misc]
+
+
 def test_context_alone_is_shared_by_what_samples_train_on() -> None:
     batch = [Sample([1, 2, 3, 4], [0, 0, 1, 1]), Sample([1, 2, 3, 5], [0, 0, 1, 1])]
     assert plan_rows(batch, min_shared_tokens=1).packed_tokens == 5
     assert plan_rows(batch, min_shared_tokens=1, share="context").packed_tokens == 7
+
+
+def test_marks_beside_those_of_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="trainable is given beside samples"):
+        plan_rows([Sample([1, 2], [0, 1])], share="context", trainable=[[1, 1]])
+
+
+def test_samples_of_several_rows_are_in_the_order_of_their_numbers() -> None:
+    batch = [Sample([1, 2]), Sample([3, 4, 5]), Sample([6])]
+    out = tree_model()(plan_rows(batch, 3, min_shared_tokens=1))
+    assert [number for result in out.row_results for number in result.row.sequence_ids] != [0, 1, 2]
+    assert list(out.samples) == [0, 1, 2]
+    assert [len(sample.tokens) for sample in out.samples.values()] == [2, 3, 1]
+
+
+NUMBERS = np.array([0.25, 0.5, -0.75])
+ARRAYS: dict[str, Any] = {
+    "backwards": NUMBERS[::-1].copy()[::-1],
+    "other bytes": NUMBERS.astype(">f4"),
+    "long": NUMBERS.astype(np.longdouble),
+    "half": NUMBERS.astype(np.float16),
+    "of bytes": np.frombuffer(NUMBERS.tobytes()),
+    "bfloat16": torch.tensor(NUMBERS, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ARRAYS)
+def test_payload_may_be_an_array_of_any_kind(name: str) -> None:
+    expected, found = (
+        losses.kl_to_reference(tree_model()([Sample([1, 2, 3], reference_logprobs=given)]), normaliser="per_token")
+        for given in (NUMBERS.tolist(), ARRAYS[name])
+    )
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "advantage"])
+def test_payload_that_requires_a_gradient_is_refused(name: str) -> None:
+    given = {"old_logprobs": torch.zeros(2), "advantage": torch.ones(())}
+    given[name].requires_grad_()
+    with pytest.raises(PayloadError, match=f"'{name}' of sample 0 requires a gradient"):
+        losses.grpo(tree_model()([Sample([1, 2], **given)]), normaliser="per_token")
 
 
 NAN = [-1.0, float("nan"), -1.0]
@@ -273,11 +348,15 @@ NO_DIVISORS = (-1.0, 0, math.inf, math.nan)
         ({"normaliser": "mean"}, "normaliser is 'mean'"),
         *(({"normaliser": "constant", "constant": it}, "it must be a number above 0") for it in (None, *NO_DIVISORS)),
         *(({"normaliser": "per_token", "constant": it}, "it must be left out") for it in (3.0, *NO_DIVISORS)),
+        ({"normaliser": "constant", "constant": 1.0, "counts": losses.Counts(9, 9)}, "counts is .* must be left out"),
     ],
 )
-def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("loss", [term for term, _ in TERMS.values()])
+def test_options_without_meaning_are_refused_before_anything_is_computed(
+    loss: Callable[..., Tensor], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        losses.sft(tree_model()([Sample([1, 2, 3])]), **options)
+        loss(None, **options)
 
 
 @pytest.mark.parametrize(

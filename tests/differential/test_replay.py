@@ -251,6 +251,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "without layers": ([[0, 1]] * 3, r"of sample 1 has shape \(3, 2\) and type int64"),
     "no numbers": (np.array(GOOD) + 0.5, r"of sample 1 has shape \(3, 2, 2\) and type float64"),
     "not recorded": ([*GOOD[:2], [[0, 1], [2, -1]]], "of sample 1 holds -1 at token 2, layer 1"),
+    "not recorded, without a sign": (np.array([*GOOD[:2], [[0, 1], [2, 2**64 - 1]]], np.uint64),
+                                     "of sample 1 holds 18446744073709551615 at token 2, layer 1"),
+    "not in 64 bits": (np.array([*GOOD[:2], [[0, 2**63], [2, 3]]], np.uint64), "of sample 1 holds 9223372036854775808"),
     "twice": ([*GOOD[:2], [[0, 1], [3, 3]]], "of sample 1 holds expert 3 twice at token 2, layer 1"),
     "other layers": ([[[0, 1]]] * 3, r"sample 1 has \[1, 2\] numbers for a token, and \[2, 2\] for a token of"),
     "out of range": ([*GOOD[:2], [[0, 1], [2, 4]]], "of sample 1 holds expert 4"),
@@ -303,11 +306,77 @@ class ChoosesTwiceRouter(nn.Module):
         return logits, weights, torch.where(first.values > 0, first.indices, second.indices)
 
 
-def choosing_twice() -> nn.Module:
+def with_routers(kind: Callable[[Any], nn.Module]) -> nn.Module:
     model = model_of("qwen3_moe")
     for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.mlp.gate = ChoosesTwiceRouter(layer.mlp.gate)  # type: ignore[union-attr]
+        layer.mlp.gate = kind(layer.mlp.gate)  # type: ignore[union-attr]
     return model
+
+
+class OwnRouter(nn.Module):
+    """A router of the user's own that takes experts and their weights from its scores by `chosen`."""
+
+    def __init__(self, inner: Any, chosen: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.top_k, self.weight, self.chosen = inner.top_k, inner.weight, chosen
+
+    def forward(self, states: Tensor) -> Routed:
+        logits = nn.functional.linear(states.reshape(-1, states.shape[-1]), self.weight)
+        weights, experts = self.chosen(logits.softmax(-1), self.top_k)
+        return logits, weights, experts
+
+
+def in_one_group(scores: Tensor) -> Tensor:
+    """Scores outside of the better half of the experts are 0."""
+    groups = scores.view(-1, 2, 2)
+    best = groups.sum(-1).topk(1).indices
+    kept = torch.zeros_like(groups[..., 0])
+    kept.scatter_(1, best, 1.0)
+    return (groups * kept[..., None]).view_as(scores)
+
+
+def from_groups_by_gather(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    masked = in_one_group(scores)
+    experts = masked.topk(k).indices
+    return masked.gather(1, experts), experts
+
+
+def from_groups_that_are_scaled(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    masked = in_one_group(scores)
+    experts = torch.topk(masked, k=k).indices
+    return (2 * masked).gather(1, experts), experts
+
+
+def from_the_least(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    least = scores.topk(k, largest=False)
+    return least.values, least.indices
+
+
+def groups_for_the_choice_alone(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    experts = torch.topk(input=in_one_group(scores), k=k, dim=1, sorted=False)[1]
+    return scores.gather(1, experts), experts
+
+
+def test_router_that_reads_groups_for_its_choice_alone_is_replayed_in_any_form_of_topk() -> None:
+    torch.manual_seed(0)
+    model = with_routers(lambda inner: OwnRouter(inner, groups_for_the_choice_alone))
+    recorded = np.random.default_rng(0).random((8, 2, 4)).argsort(-1)[..., :2]
+    tree_model = treecompile(model, backend="eager", min_shared_tokens=1)
+    found = tree_model([Sample(range(8), routed_experts=recorded)]).logits[0]
+    with made_to_choose("qwen3_moe", model, recorded):
+        expected = model(torch.arange(8)[None]).logits[0]
+    torch.testing.assert_close(found, expected)
+
+
+class TableRouter(nn.Module):
+    """A router whose weights are no parameter."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.top_k = [inner], inner.top_k
+
+    def forward(self, states: Tensor) -> Any:
+        return self.inner[0](states)
 
 
 def with_an_idle_router() -> nn.Module:
@@ -331,7 +400,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
         "DeepseekV4HashRouter takes 0 topk over",
     ),
     "weights of groups": (lambda: tiny_model("deepseek_v2", **GROUPS), 2, "from the groups of experts that it chose"),
-    "two choices": (choosing_twice, 2, "ChoosesTwiceRouter takes 2 topk over its experts"),
+    "two choices": (lambda: with_routers(ChoosesTwiceRouter), 2, "ChoosesTwiceRouter takes 2 topk over its experts"),
+    "a choice of the least": (
+        lambda: with_routers(lambda inner: OwnRouter(inner, from_the_least)),
+        2,
+        "OwnRouter takes 0 topk over its experts",
+    ),
+    "weights of groups by gather": (
+        lambda: with_routers(lambda inner: OwnRouter(inner, from_groups_by_gather)),
+        2,
+        "OwnRouter takes its weights from the groups of experts that it chose",
+    ),
+    "weights of groups that are scaled": (
+        lambda: with_routers(lambda inner: OwnRouter(inner, from_groups_that_are_scaled)),
+        2,
+        "OwnRouter takes its weights from the groups of experts that it chose",
+    ),
+    "weights that are no parameter": (lambda: with_routers(TableRouter), 2, "TableRouter has no parameter"),
     "not called": (with_an_idle_router, 3, "Qwen3MoeTopKRouter is not called"),
     "different routers": (with_different_routers, 2, "differently many experts: 1 of 4, 2 of 4"),
 }

@@ -273,6 +273,8 @@ def test_saved_plan_is_the_same(tmp_path_factory, sequences, room, min_shared_to
     assert all(getattr(loaded, name) == getattr(plan, name) for name in numbers)
     with pytest.raises(PlanError, match="without its sequences"):
         loaded.rows[0].tokens  # noqa: B018
+    with pytest.raises(PlanError, match="without its sequences"):
+        loaded.rows[0].samples  # noqa: B018
     for one, other in zip(plan.rows, loaded.with_sequences(sequences).rows, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.segments.tolist() == other.segments.tolist()

@@ -34,12 +34,12 @@ def require_same_rows(found: Plan, expected: Plan) -> None:
         assert row.samples.keys() == other.samples.keys()
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_plan_what_the_process_plans(start: str) -> None:
+@pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_plan_what_the_process_plans(start: str, workers: int) -> None:
     batch = samples()
     halves = [plan_rows(half, **COLLATE) for half in (batch[:6], batch[6:12])]
     loader = DataLoader(
-        batch[:12], 6, num_workers=2, persistent_workers=True, multiprocessing_context=start,
+        batch[:12], 6, num_workers=workers, persistent_workers=True, multiprocessing_context=start,
         collate_fn=treecompile_collate(**COLLATE),
     )  # fmt: skip
     for _ in range(2):

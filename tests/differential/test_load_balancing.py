@@ -49,6 +49,13 @@ def logits_alone(family: str) -> list[tuple[Tensor, ...]]:
     return [model(torch.tensor([s]), output_router_logits=True).router_logits for s in SEQUENCES]
 
 
+@cache
+def of_all_alone(family: str) -> tuple[float, list[Tensor]]:
+    """The loss of all sequences, run alone, and its gradients."""
+    with InDouble():
+        return gradients(tree_model(family).unpacked, lambda: iter([of_transformers(family, logits_alone(family))]))
+
+
 def of_transformers(family: str, logits: list[tuple[Tensor, ...]]) -> Tensor:
     """The loss of transformers, of the logits of several sequences one after the other."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -84,9 +91,8 @@ def rows_with_counts(model: TreeModel, plan: Plan) -> Iterator[Tensor]:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_balancing_equals_that_of_all_sequences_alone(family: str, rows: str) -> None:
-    model, plan = tree_model(family), planned(rows)
+    model, plan, expected = tree_model(family), planned(rows), of_all_alone(family)
     with InDouble():
-        expected = gradients(model.unpacked, lambda: iter([of_transformers(family, logits_alone(family))]))
         whole = gradients(model.unpacked, lambda: iter([losses.load_balancing(model(plan), top_k=TOP_K)]))
         by_row = gradients(model.unpacked, lambda: rows_with_counts(model, plan))
         results = model(plan).row_results

@@ -330,7 +330,9 @@ def test_what_is_computed_later_keeps_the_gradients_of_the_call(ask) -> None:
 
 @pytest.mark.parametrize("ask", ["logits", "logprobs", "entropy"])
 def test_what_is_computed_later_keeps_the_autocast_of_the_call(ask) -> None:
-    tree_model = treecompile(tiny_model("llama"), backend="eager", self_check=False, min_shared_tokens=1)
+    tree_model = treecompile(
+        tiny_model("llama", num_hidden_layers=1), backend="eager", self_check=False, min_shared_tokens=1
+    )
     with torch.autocast("cpu", torch.bfloat16):
         now, later = tree_model(SEQUENCES), tree_model(SEQUENCES)
         expected = getattr(now, ask)[0]
@@ -341,7 +343,7 @@ def test_what_is_computed_later_keeps_the_autocast_of_the_call(ask) -> None:
 
 @pytest.mark.parametrize("ask", ["logits", "logprobs", "entropy"])
 def test_what_is_asked_after_a_step_of_the_optimizer_is_refused(ask) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     tree_model = treecompile(model, backend="eager", self_check=False, min_shared_tokens=1)
     out = tree_model(SEQUENCES)
     with torch.no_grad():
@@ -384,7 +386,7 @@ CHANGES = [replaced_storage, fused_step, own_step, clipped_through_data, changed
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("asked_before", ["logprobs", None])
 def test_no_change_of_the_head_goes_unseen(change, asked_before) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     tree_model = treecompile(model, backend="eager", self_check=False, min_shared_tokens=1)
     out = tree_model([[1, 2, 3]] if change in (changed_states, states_through_data) else SEQUENCES)
     if asked_before:

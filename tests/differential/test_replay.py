@@ -125,6 +125,18 @@ def alone(family: str, model: nn.Module, batch: Sequence[Sample]) -> Result:
     return run(model, lambda: list(logits_of()))
 
 
+@cache
+def all_alone(family: str) -> Result:
+    with InDouble():
+        return alone(family, tree_model(family).unpacked, samples(family))
+
+
+@cache
+def without_replay(family: str) -> Result:
+    with InDouble():
+        return packed(tree_model(family), plan_rows(SEQUENCES, min_shared_tokens=1))
+
+
 def packed(model: TreeModel, plan: Plan) -> Result:
     return run(model.unpacked, lambda: list(model(plan).logits))
 
@@ -140,11 +152,10 @@ def planned(family: str, rows: str) -> Plan:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_equals_the_unpacked_model_whose_routers_are_made_to_choose(family: str, rows: str) -> None:
     model, plan = tree_model(family), planned(family, rows)
+    reference, without = all_alone(family), without_replay(family)
     assert plan.packed_tokens < plan.input_tokens
     with InDouble():
-        reference = alone(family, model.unpacked, samples(family))
         result = packed(model, plan)
-        without = packed(model, plan_rows(SEQUENCES, min_shared_tokens=1))
     assert output_difference(reference, result) < TOLERANCE
     assert gradient_difference(reference, result) < TOLERANCE
     assert output_difference(reference, without) > 100 * TOLERANCE

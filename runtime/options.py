@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,9 +15,13 @@ __all__ = [
     "PLAN_SECONDS",
     "Budget",
     "Options",
+    "as_number",
+    "check_above_0",
+    "check_at_least_0",
     "check_choice",
     "check_count",
     "check_options",
+    "check_within",
 ]
 
 OBJECTIVES = ("rows", "tokens")
@@ -114,14 +119,56 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
-def _budget(seconds: Any, attempts: Any) -> Budget:
+def check_within(name: str, value: Any, most: int, what: str) -> int:
+    """A whole number from 1 to `most`, which is the number of `what`, as a Python int.
+
+    Raises:
+        ValueError: it is not one; names the option.
+    """
     try:
-        number = float(seconds)
-        is_right = number >= 0
+        # True is no count, though Python takes it for 1.
+        count = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = 0
+    if not 0 < count <= most:
+        raise ValueError(f"{name} is {value!r}; it must be between 1 and the number of {what}, {most}")
+    return count
+
+
+def check_at_least_0(name: str, value: Any) -> float:
+    """A number of 0 or more as a Python float.
+
+    Raises:
+        ValueError: it is not one; names the option.
+    """
+    number = as_number(value)
+    if not number >= 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of 0 or more")
+    return number
+
+
+def check_above_0(name: str, value: Any) -> float:
+    """A finite number above 0 as a Python float.
+
+    Raises:
+        ValueError: it is not one; names the option.
+    """
+    number = as_number(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0")
+    return number
+
+
+def as_number(value: Any) -> float:
+    """A number, or an array or tensor of one, as a Python float; NaN for anything else, texts of numbers too."""
+    try:
+        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        is_right = False
-    if isinstance(seconds, str) or not is_right:
-        raise ValueError(f"plan_seconds is {seconds!r}; it must be a number of 0 or more")
+        return math.nan
+
+
+def _budget(seconds: Any, attempts: Any) -> Budget:
+    number = check_at_least_0("plan_seconds", seconds)
     return Budget(number, None if attempts is None else check_count("plan_attempts", attempts, 0))
 
 

@@ -300,7 +300,15 @@ def _form_of_all(given: Mapping[int, NDArray[Any]], name: str) -> tuple[tuple[in
                 why="the entries of a row stand in one array.",
                 hint="give every sample entries of one shape and kind.",
             )
-    return shape, functools.reduce(np.promote_types, {values.dtype for values in given.values()})
+    dtype = functools.reduce(np.promote_types, {values.dtype for values in given.values()})
+    for number, values in given.items():
+        if values.dtype.kind in "iu" and not np.array_equal(values.astype(dtype).astype(values.dtype), values):
+            raise PayloadError(
+                f"{name!r} of sample {number} has numbers that {dtype} cannot hold.",
+                why="the entries of a row stand in one array, and those of other samples are of another type.",
+                hint="give every sample entries of one type.",
+            )
+    return shape, dtype
 
 
 def _form(values: NDArray[Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -68,7 +69,7 @@ class Sample:
             hash(found)
         except (TypeError, ValueError, RuntimeError):
             raise _no_key(value, number, name) from None
-        if found != found:
+        if not _can_be_equal(found) or (found is None and value is not None):
             raise _no_key(value, number, name)
         return found
 
@@ -265,6 +266,17 @@ def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
 
 _WHY = "it has one entry for every token of its sample."
 _HINT = "pass a list, array or tensor of numbers."
+
+
+def _can_be_equal(value: Hashable) -> bool:
+    """Whether another one that looks like it is equal to it: no NaN, tensor, or object that is compared by identity."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(_can_be_equal, value))
+    if value is None or isinstance(value, Enum):
+        return True
+    # Tensors are hashed by identity, though they compare their numbers.
+    is_by_identity = type(value).__eq__ is object.__eq__ or hasattr(value, "data_ptr")
+    return not is_by_identity and bool(value == value)
 
 
 def _no_key(value: Any, number: int, name: str) -> PayloadError:

@@ -157,7 +157,8 @@ def as_array(value: Any, label: str, items: str, why: str, hint: str) -> NDArray
         raise TokenTypeError(f"{label} is {a_kind(value)}, not a list of {items}.", why=why, hint=hint)
     try:
         return np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:
+    # The last one is torch's, for numbers that require a gradient.
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         deeper = next((place for place, part in enumerate(value) if _is_list(part)), None)
         reason = str(error).rstrip(".") if deeper is None else f"there is a list at position {deeper}"
         raise TokenTypeError(f"{label} is not a flat list of {items}: {reason}.", why=why, hint=hint) from error

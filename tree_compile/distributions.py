@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,6 +16,7 @@ from tree_compile.errors import PayloadError, TokenRangeError
 from tree_compile.per_sequence import PartsOfRows, PerSequence
 from tree_compile.row_result import RowResult
 from tree_compile.runtime.next_tokens import Asked, NextTokens, best_tokens, next_tokens
+from tree_compile.runtime.options import check_above_0, check_within
 from tree_compile.runtime.sequences import IntArray, as_array
 
 
@@ -69,9 +69,8 @@ class Distributions:
     def topk(self, k: int) -> PerSequence[TopTokens]:
         """The `k` likeliest tokens in the place of every token but the first, and their log-probabilities."""
         vocabulary = self._results[0].vocabulary
-        if not 0 < operator.index(k) <= vocabulary:
-            raise ValueError(f"k is {k!r}; it must be between 1 and the number of logits, {vocabulary}")
-        return self._by_sequence(lambda row: row.topk(k), f"out.topk({k})")
+        count = check_within("k", k, vocabulary, "logits")
+        return self._by_sequence(lambda row: row.topk(count), f"out.topk({count})")
 
     def logprobs_of(self, labels: Sequence[Any] | Mapping[int, Any]) -> PerSequence[Tensor]:
         """The log-probabilities of other tokens in the place of every token but the first."""
@@ -209,13 +208,7 @@ def _positive(temperature: Any) -> float:
             "temperature requires a gradient, and none is computed of it; pass a number, as temperature.item() is, or "
             "divide out.logits by it"
         )
-    try:
-        number = float(temperature)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    if isinstance(temperature, str) or not 0 < number < math.inf:
-        raise ValueError(f"temperature is {temperature!r}; it must be a number above 0")
-    return number
+    return check_above_0("temperature", temperature)
 
 
 _LABELS_WHY = "they are token ids, one or several for every place."
@@ -226,7 +219,7 @@ def _labels_of(labels: Sequence[Any] | Mapping[int, Any], sequence: int, tokens:
     """Those of one sequence, int64 [tokens - 1, …]."""
     try:
         given = labels[sequence]
-    except (KeyError, IndexError):
+    except (KeyError, IndexError, TypeError):
         raise PayloadError(
             f"There are no labels for sequence {sequence}.",
             why="every sequence of the output needs its own.",
@@ -239,11 +232,10 @@ def _labels_of(labels: Sequence[Any] | Mapping[int, Any], sequence: int, tokens:
             why=f"a sequence of {tokens} tokens has {tokens - 1} places to predict, and labels are token ids.",
             hint=_LABELS_HINT,
         )
-    own = own.astype(np.int64)
     if own.size and not (int(own.min()) >= 0 and int(own.max()) < vocabulary):
         raise TokenRangeError(
             f"The labels of sequence {sequence} reach from {own.min()} to {own.max()}.",
             why=f"the model has logits for the token ids 0 to {vocabulary - 1}.",
             hint="give places without a label any token id, and a weight of 0 in the loss.",
         )
-    return own
+    return own.astype(np.int64)

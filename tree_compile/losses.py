@@ -37,7 +37,7 @@ from torch import Tensor
 from tree_compile.errors import PayloadError
 from tree_compile.output import TreeOutput
 from tree_compile.routing import expert_counts, load_balancing
-from tree_compile.runtime.options import check_choice
+from tree_compile.runtime.options import as_number, check_above_0, check_at_least_0, check_choice
 from tree_compile.runtime.samples import GROUP, PAIR, Counts, Sample, counts_of, payload_of, per_token
 from tree_compile.runtime.sequences import IntArray
 
@@ -105,7 +105,8 @@ def grpo(
         ValueError: as `sft`.
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
-    _check_at_least_0(clip_low=clip_low, clip_high=clip_high)
+    check_at_least_0("clip_low", clip_low)
+    check_at_least_0("clip_high", clip_high)
     divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     objective = tokens.clipped(tokens.of_sequence("advantage"), clip_low=clip_low, clip_high=clip_high)
@@ -124,7 +125,7 @@ def ppo_clip(
         ValueError: as `sft`.
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
-    _check_at_least_0(clip=clip)
+    check_at_least_0("clip", clip)
     divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     objective = tokens.clipped(tokens.of_token("advantages"), clip_low=clip, clip_high=clip)
@@ -155,7 +156,7 @@ def cispo(
         ValueError: as `sft`.
         OutputError, StaleOutputError, TokenRangeError: as `sft`.
     """
-    _check_at_least_0(clip_high=clip_high)
+    check_at_least_0("clip_high", clip_high)
     divisor = _Divisor(normaliser, constant, counts)
     tokens = _Trained.of(out)
     weights = tokens.ratio().detach().clamp(max=1 + clip_high) * tokens.of_sequence("advantage")
@@ -202,8 +203,8 @@ def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> 
         ValueError: as `sft`.
         OutputError, StaleOutputError, TokenRangeError: as `out.logprobs`.
     """
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta is {beta!r}; it must be a number above 0")
+    check_above_0("beta", beta)
+    _check_kind(counts)
     tokens = _Trained.of(out)
     margins = tokens.of_each(tokens.logprobs - tokens.of_token("reference_logprobs"))
     chosen, rejected = _pairs(out)
@@ -221,12 +222,12 @@ class _Divisor:
 
     def __post_init__(self) -> None:
         check_choice("normaliser", self.normaliser, NORMALISERS)
-        if self.normaliser != "constant":
-            self._leave_out("constant", self.constant)
-        elif self.constant is None or not 0 < self.constant < math.inf:
-            raise ValueError(f"constant is {self.constant!r}; it must be a number above 0")
-        else:
+        if self.normaliser == "constant":
+            check_above_0("constant", self.constant)
             self._leave_out("counts", self.counts)
+        else:
+            _check_kind(self.counts)
+            self._leave_out("constant", self.constant)
 
     def _leave_out(self, name: str, value: object) -> None:
         if value is not None:
@@ -317,15 +318,14 @@ class _Trained:
 
 def _covering(count: int, own: int, what: str) -> int:
     """The count, which is over a whole batch, and so not below that of a part of it."""
-    if count < own:
+    if not own <= count < math.inf:
         raise ValueError(f"counts has {count} {what}, and this output alone has {own}; it must be of the whole batch")
     return count
 
 
-def _check_at_least_0(**options: float) -> None:
-    for name, value in options.items():
-        if not value >= 0:
-            raise ValueError(f"{name} is {value!r}; it must be a number of 0 or more")
+def _check_kind(counts: object) -> None:
+    if not isinstance(counts, Counts | None):
+        raise ValueError(f"counts is {counts!r}; it must be what losses.counts_of returns, or a sum of those")
 
 
 def _check_constant(value: Any, number: int, name: str) -> None:
@@ -339,10 +339,7 @@ def _check_constant(value: Any, number: int, name: str) -> None:
 
 def _number(value: Any, number: int, name: str) -> float:
     _check_constant(value, number, name)
-    try:
-        found = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        found = float("nan")
+    found = as_number(value)
     if not math.isfinite(found):
         raise PayloadError(
             f"{name!r} of sample {number} is {value!r}.",

@@ -10,7 +10,8 @@ from torch import Tensor
 from tree_compile.errors import OutputError
 from tree_compile.output import TreeOutput
 from tree_compile.row_result import RowResult
-from tree_compile.runtime.counts import count_of
+from tree_compile.runtime.counts import a_kind, count_of
+from tree_compile.runtime.options import check_within
 
 __all__ = ["expert_counts", "load_balancing"]
 
@@ -79,7 +80,9 @@ def _check_counts(counts: Tensor, out: TreeOutput, top_k: int) -> None:
     """Refuses counts that are not those of a batch that `out` is a part of."""
     layers = [layer for result in out.row_results[:1] for layer in result.router_logits]
     shape = (len(layers), layers[0].shape[1])
-    _check_top_k(top_k, shape[1])
+    check_within("top_k", top_k, shape[1], "experts")
+    if not isinstance(counts, Tensor):
+        raise ValueError(f"counts is {a_kind(counts)}; it must be a tensor, the sum of losses.expert_counts")
     if counts.shape != shape or counts.dtype != torch.int64:
         raise ValueError(
             f"counts has shape {tuple(counts.shape)} and type {counts.dtype}; "
@@ -112,15 +115,10 @@ def _counts(result: RowResult, top_k: int) -> Tensor:
     counts = []
     for logits, weights in _layers(result):
         experts = logits.shape[1]
-        _check_top_k(top_k, experts)
+        top_k = check_within("top_k", top_k, experts, "experts")
         chosen = logits.detach().topk(top_k).indices
         counts.append(weights.new_zeros(experts).index_add(0, chosen.flatten(), weights.repeat_interleave(top_k)))
     return torch.stack(counts)
-
-
-def _check_top_k(top_k: int, experts: int) -> None:
-    if not 0 < top_k <= experts:
-        raise ValueError(f"top_k is {top_k!r}; it must be between 1 and the number of experts, {experts}")
 
 
 def _probabilities(result: RowResult) -> Tensor:

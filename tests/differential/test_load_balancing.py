@@ -145,9 +145,9 @@ def test_load_balancing_of_a_row_that_a_planner_gave_out_is_refused_without_coun
         assert losses.load_balancing(out, top_k=TOP_K, counts=counts).requires_grad
 
 
-@pytest.mark.parametrize("top_k", [0, 5])
-def test_number_of_experts_that_there_are_not_is_refused(top_k: int) -> None:
-    with pytest.raises(ValueError, match=f"top_k is {top_k}; it must be between 1 and the number of experts, 4"):
+@pytest.mark.parametrize("top_k", [0, 5, True, 2.0, "2", None])
+def test_number_of_experts_that_there_are_not_is_refused(top_k: Any) -> None:
+    with pytest.raises(ValueError, match=f"top_k is {top_k!r}; it must be between 1 and the number of experts, 4"):
         losses.load_balancing(tree_model("qwen3_moe")([[1, 2]]), top_k=top_k)
 
 
@@ -161,6 +161,7 @@ OTHER_COUNTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "of none": (torch.zeros_like, "has 0, 0 choices of each layer, and this output alone has 12"),
     "below zero": (lambda counts: counts + counts.new_tensor([-50, 50, 0, 0]), "and this output alone has 12"),
     "of one layer twice": (lambda counts: counts * counts.new_tensor([[1], [2]]), "has 12, 24 choices"),
+    "a list": (Tensor.tolist, "counts is a list; it must be a tensor"),
     "means": (lambda counts: counts / 3, r"has shape \(2, 4\) and type torch\.float"),
 }
 

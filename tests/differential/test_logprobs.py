@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,6 +285,9 @@ def test_labels_of_every_sequence_have_their_own_logprobs(shape) -> None:
         ([[1, 2], [[1], [1, 2]]], TokenTypeError, "labels of sequence 1 is not a flat list"),
         ([[1, 2], [-100]], TokenRangeError, "labels of sequence 1 reach from -100"),
         ([[1, VOCABULARY], [1]], TokenRangeError, "labels of sequence 0"),
+        ([np.array([1, 2**64 - 1], np.uint64), [1]], TokenRangeError, "reach from 1 to 18446744073709551615"),
+        (None, PayloadError, "no labels for sequence 0"),
+        ({(1, 2), (1,)}, PayloadError, "no labels for sequence 0"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(labels, error, message) -> None:
@@ -311,7 +315,7 @@ def test_temperature_that_is_trained_is_refused() -> None:
         tree_model_of("llama")(SEQUENCES).at_temperature(torch.tensor(0.5, requires_grad=True))
 
 
-@pytest.mark.parametrize("k", [0, VOCABULARY + 1])
+@pytest.mark.parametrize("k", [0, VOCABULARY + 1, True, 2.0, "2", None])
 def test_likeliest_tokens_are_no_more_than_there_are_logits(k) -> None:
     with pytest.raises(ValueError, match="between 1 and the number of logits, 128"):
         tree_model_of("llama")(SEQUENCES).topk(k)

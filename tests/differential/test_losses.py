@@ -297,6 +297,11 @@ BAD: dict[str, tuple[list[Any], str]] = {
                  r"'old_logprobs' of sample 0 has shape \(2, 1\)"),
     "text": ([Sample([1, 2], old_logprobs="ab", advantage=1.0)], "'old_logprobs' of sample 0 is a str"),
     "nowhere": ([Sample([1, 2], advantage=1.0)], "Sample 0 has no payload 'old_logprobs'"),
+    "text for a number": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage="1")], "'advantage' of sample 0 is '1'"),
+    "no float": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage=10**400)], "'advantage' of sample 0 is 1000"),
+    "a list of trained numbers": (
+        [Sample([1, 2], old_logprobs=[torch.ones((), requires_grad=True)] * 2, advantage=1.0)],
+        "'old_logprobs' of sample 0 is not a flat list of numbers"),
     "no number": ([Sample([1, 2], old_logprobs=[0.0, 0.0], advantage=[1.0, 2.0])], "'advantage' of sample 0 is"),
     "no mask": ([Sample([1, 2], [1], old_logprobs=[0.0, 0.0], advantage=1.0)],
                 r"Sample 0: `trainable` has shape \(1,\) for 2 tokens"),
@@ -339,15 +344,17 @@ def test_loss_of_sequences_without_payloads_is_refused() -> None:
         losses.sft(tree_model()([[1, 2, 3]]), normaliser="per_token")
 
 
-NO_DIVISORS = (-1.0, 0, math.inf, math.nan)
+NO_NUMBERS = (math.nan, None, "1", [1.0], torch.ones(2), 1j)
+NO_DIVISORS = (-1.0, 0, math.inf, 10**400, *NO_NUMBERS)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"normaliser": "mean"}, "normaliser is 'mean'"),
-        *(({"normaliser": "constant", "constant": it}, "it must be a number above 0") for it in (None, *NO_DIVISORS)),
-        *(({"normaliser": "per_token", "constant": it}, "it must be left out") for it in (3.0, *NO_DIVISORS)),
+        *(({"normaliser": "constant", "constant": it}, "it must be a number above 0") for it in NO_DIVISORS),
+        *(({"normaliser": "per_token", "constant": it}, "it must be left out") for it in (3.0, -1.0, 0, math.nan)),
+        *(({"normaliser": "per_token", "counts": it}, "it must be what losses.counts_of returns") for it in (3, {})),
         ({"normaliser": "constant", "constant": 1.0, "counts": losses.Counts(9, 9)}, "counts is .* must be left out"),
     ],
 )
@@ -375,7 +382,7 @@ def test_constant_of_numpy_is_a_number() -> None:
     assert torch.equal(loss, losses.sft(out, normaliser="constant", constant=3))
 
 
-@pytest.mark.parametrize("value", [-0.1, math.nan])
+@pytest.mark.parametrize("value", [-0.1, *NO_NUMBERS])
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
@@ -385,23 +392,23 @@ def test_constant_of_numpy_is_a_number() -> None:
         (losses.cispo, "clip_high"),
     ],
 )
-def test_clip_below_zero_is_refused(loss: Callable[..., Tensor], name: str, value: float) -> None:
-    out = tree_model()([Sample([1, 2], old_logprobs=[0.0] * 2, advantage=1.0, advantages=[0.0] * 2)])
-    with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number of 0 or more"):
-        loss(out, normaliser="per_token", **{name: value})
+def test_clip_that_is_not_0_or_more_is_refused(loss: Callable[..., Tensor], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be a number of 0 or more"):
+        loss(None, normaliser="per_token", **{name: value})
 
 
-@pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
-def test_beta_that_is_not_above_zero_is_refused(beta: float) -> None:
-    batch = [Sample([1, 2], reference_logprobs=[0.0] * 2, pair=1, chosen=side) for side in (True, False)]
+@pytest.mark.parametrize("beta", NO_DIVISORS)
+def test_beta_that_is_not_above_zero_is_refused(beta: Any) -> None:
     with pytest.raises(ValueError, match=r"beta is .*; it must be a number above 0"):
-        losses.dpo(tree_model()(batch), beta=beta)
+        losses.dpo(None, beta=beta)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("normaliser", "counts", "message"),
     [
         ("per_token", losses.Counts(tokens=1), "counts has 1 trained tokens, and this output alone has 2"),
+        ("per_token", losses.Counts(tokens=math.nan), "counts has nan trained tokens"),  # type: ignore[arg-type]
+        ("per_token", losses.Counts(tokens=math.inf), "counts has inf trained tokens"),  # type: ignore[arg-type]
         ("per_sequence", losses.Counts(tokens=9), "counts has 0 sequences, and this output alone has 1"),
         ("per_group", losses.Counts(9, 9, {"b": 9}), "counts has 0 tokens of the group 'a'"),
     ],
@@ -419,13 +426,24 @@ def test_counts_without_the_pairs_of_the_output_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["group", "pair"])
-@pytest.mark.parametrize("value", [[1, 2], np.ones(2), torch.ones(2), math.nan])
+@pytest.mark.parametrize(
+    "value",
+    [[1, 2], np.ones(2), torch.ones(2), math.nan, (torch.tensor(1),), ("a", math.nan), object(), np.datetime64("NaT")],
+)
 def test_what_cannot_be_compared_is_no_group_and_no_pair(name: str, value: Any) -> None:
     batch = [Sample([1, 2], **{name: 1}), Sample([1, 3], **{name: value})]
     with pytest.raises(PayloadError, match=f"'{name}' of sample 1 is "):
         losses.counts_of(batch)
     with pytest.raises(PayloadError, match=f"'{name}' of sample 1 is "):
         losses.sft(tree_model()(batch), normaliser="per_token")
+
+
+@pytest.mark.parametrize(
+    "group", ["a", b"a", 1, 1.5, None, ("a", 1), frozenset({1}), np.float32(2), torch.tensor(3), np.datetime64("2026")]
+)
+def test_what_can_be_compared_is_one_group(group: Any) -> None:
+    copy = pickle.loads(pickle.dumps(group))
+    assert len(losses.counts_of([Sample([1, 2], group=group), Sample([1, 3], group=copy)]).group_tokens) == 1
 
 
 @pytest.mark.parametrize("chosen", ["False", math.nan, 2, [True]])
@@ -518,6 +536,14 @@ def test_payload_in_the_layout_of_the_row_has_a_type_for_all_samples() -> None:
     batch = [Sample([1, 2, 3], gain=[0, 0, 1]), Sample([4, 5, 6], gain=[0.5, 0.5, math.nan], trainable=[0, 1, 0])]
     (row,) = plan_rows(batch, min_shared_tokens=1).rows
     np.testing.assert_array_equal(row.payload("gain"), [0, 0, 1, 0.5, 0.5, math.nan])
+
+
+@pytest.mark.parametrize("number", [2**60 + 1, 2**63 + 1])
+def test_payload_whose_type_for_all_samples_would_round_is_refused(number: Any) -> None:
+    gains = np.array([0, number], np.uint64), np.array([0.5, 0.5])
+    (row,) = plan_rows([Sample([1, 2], gain=gains[0]), Sample([3, 4], gain=gains[1])], min_shared_tokens=1).rows
+    with pytest.raises(PayloadError, match="'gain' of sample 0 has numbers that float64 cannot hold"):
+        row.payload("gain")
 
 
 @pytest.mark.parametrize("other", [[[0.5], [0.5]], ["a", "b"]])

@@ -303,7 +303,9 @@ def test_labels_may_be_filled_again_after_the_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "temperature", [0, -1.0, float("inf"), float("nan"), None, "0.5", [0.5], torch.ones(2), 10**400]
+    "temperature",
+    [0, -1.0, float("inf"), float("nan"), None, "0.5", [0.5], torch.ones(2), 10**400],
+    ids=lambda temperature: repr(temperature)[:9],
 )
 def test_temperature_is_above_zero(temperature) -> None:
     with pytest.raises(ValueError, match="a number above 0"):

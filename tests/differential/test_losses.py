@@ -397,7 +397,7 @@ def test_clip_that_is_not_0_or_more_is_refused(loss: Callable[..., Tensor], name
         loss(None, normaliser="per_token", **{name: value})
 
 
-@pytest.mark.parametrize("beta", NO_DIVISORS)
+@pytest.mark.parametrize("beta", NO_DIVISORS, ids=lambda beta: repr(beta)[:9])
 def test_beta_that_is_not_above_zero_is_refused(beta: Any) -> None:
     with pytest.raises(ValueError, match=r"beta is .*; it must be a number above 0"):
         losses.dpo(None, beta=beta)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from tree_compile.errors import PayloadError, TokenTypeError
 from tree_compile.runtime.counts import a_kind, count_of
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
-__all__ = ["mask_of", "shared_limits"]
+__all__ = ["mask_of", "shared_limits", "zeros_and_ones"]
 
 _WHY = "it says of each token whether it is trained on."
 _HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
@@ -74,6 +74,21 @@ def mask_of(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
     if array.shape != (tokens,):
         raise _misfit(f"{label} has shape {array.shape} for {count_of(tokens, 'token')}.")
     return array != 0
+
+
+def zeros_and_ones(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
+    """As `mask_of`, without weights, which would count as 1.
+
+    Raises:
+        TokenTypeError: there is something else than 0 and 1.
+        PayloadError: as `mask_of`.
+    """
+    mask = mask_of(value, label, tokens)
+    array = as_array(value, label, "bools or numbers", _WHY, _HINT)
+    if (others := array[mask & (array != 1)]).size:
+        hint = "pass 0 and 1; weights are a payload, for a loss of your own."
+        raise TokenTypeError(f"{label} holds {others[0]}, and not 0 and 1 alone.", why=_WHY, hint=hint)
+    return mask
 
 
 def _misfit(what: str) -> PayloadError:

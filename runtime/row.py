@@ -101,7 +101,7 @@ class Row:
         raise PlanError(
             "The sequences of this row are no samples.",
             why="they were passed as tokens alone, or in a dict of inputs of the model.",
-            hint="pass samples: model([Sample(tokens, advantage=…), …]).",
+            hint="pass samples: model([Sample(tokens), …]), with the payloads that the loss reads.",
         )
 
     @property

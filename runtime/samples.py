@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tree_compile.errors import InputError, PayloadError
-from tree_compile.runtime.contexts import mask_of
+from tree_compile.runtime.contexts import zeros_and_ones
 from tree_compile.runtime.recordings import ROUTED, number_choices
 from tree_compile.runtime.sequences import Batch, Sequences, TokenSequence, as_array, as_batch
 
@@ -30,8 +31,8 @@ class Sample:
 
     Args:
         tokens: token ids, [len].
-        trainable: per token, not 0 where a loss counts it; all of them if left out. The first token of a sequence has
-            no log-probability, and so never counts.
+        trainable: per token, 1 where a loss counts it, else 0; all of them count if left out. The first token of a
+            sequence has no log-probability, and so never counts.
         payloads: anything else: per token [len, …], such as old log-probabilities, or per sequence, such as a reward.
             They are kept as they are. One of them has a meaning for the model's call: `routed_experts`, whole numbers
             [len, layers with a router, experts per token], are the experts that the routers then send tokens to.
@@ -41,6 +42,13 @@ class Sample:
     """
 
     def __init__(self, tokens: TokenSequence, trainable: TokenSequence | None = None, **payloads: Any) -> None:
+        """As above.
+
+        Raises:
+            PayloadError: a payload has the name of a mask, which `trainable` should be.
+        """
+        for name in payloads:
+            _check_is_no_mask(name)
         self.tokens = tokens
         self.trainable = trainable
         self._payloads = payloads
@@ -83,7 +91,7 @@ class Sample:
         if self.trainable is None:
             mask = np.ones(len(self.tokens), np.bool_)
         else:
-            mask = mask_of(self.trainable, "`trainable`", len(self.tokens))
+            mask = zeros_and_ones(self.trainable, "`trainable`", len(self.tokens))
         mask[:1] = False
         return mask
 
@@ -96,6 +104,19 @@ class Sample:
         kept = Sample(self.tokens, self.is_trained)
         kept._payloads = self._payloads
         return kept
+
+
+_MASKS = ("assistant_masks", "attention_mask", "completion_mask", "labels", "loss_mask", "mask")
+
+
+def _check_is_no_mask(name: str) -> None:
+    if name in _MASKS or difflib.get_close_matches(name, ["trainable"], cutoff=0.8):
+        raise PayloadError(
+            f"A sample cannot have the payload {name!r}.",
+            why="no loss reads it, so that all tokens would be trained on.",
+            hint="which tokens are trained on is said by trainable: Sample(tokens, trainable=[0, …, 1]), of labels "
+            "[label != -100 for label in labels].",
+        )
 
 
 @dataclass(frozen=True)

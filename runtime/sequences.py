@@ -216,7 +216,8 @@ def _sequence_list(values: Any, name: str, first: int) -> list[TokenArray]:
         raise TokenTypeError(what, why="sequences differ in length.", hint=_tensor_hint(values.ndim))
     if not _is_list(values):
         what = f"{name} is {a_kind(values)}, not a list of sequences."
-        raise TokenTypeError(what, why=_TYPE_WHY, hint=_LIST_HINT)
+        hint = "pass its plan: model(ready.plan)." if hasattr(values, "plan") else _LIST_HINT
+        raise TokenTypeError(what, why=_TYPE_WHY, hint=hint)
     if not values:
         raise EmptySequenceError(f"{name} has no sequences.", why=_EMPTY_WHY, hint=_LIST_HINT)
     return [_as_integers(values[i], f"Sequence {first + i} of {name}") for i in range(len(values))]

@@ -91,7 +91,7 @@ def treecompile_collate(
         objective: "rows" or "tokens".
         pad_rows: fill every row up to `row_tokens`.
         share: "all" or "context".
-        trainable: the name of the column that each dict has with one value per token, not 0 where it is trained on:
+        trainable: the name of the column that each dict has with one value per token, 1 where it is trained on, else 0:
             "completion_mask" or "assistant_masks" in datasets made for TRL.
         plan_seconds: how long rows are improved.
         plan_attempts: improve for so many attempts instead, which gives the same rows in every process.

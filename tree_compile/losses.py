@@ -252,6 +252,11 @@ class _Trained:
 
     @classmethod
     def of(cls, out: TreeOutput) -> _Trained:
+        if not isinstance(out, TreeOutput):
+            raise TypeError(
+                f"a loss is of the output of a call, a TreeOutput, and not of a {type(out).__name__}: "
+                "losses.sft(tree_model(samples), …), or for out in tree_model.rows(samples)"
+            )
         places = [np.flatnonzero(out.samples[number].is_trained) for number in out.sequence_ids]
         logprobs = torch.cat(list(out.trained_logprobs))
         sequence = np.repeat(np.arange(len(places)), list(map(len, places)))

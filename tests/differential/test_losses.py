@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.differential.double import InDouble
 from tests.differential.trees import random_sequences
 from tree_compile import Plan, Sample, TreeModel, distributions, losses, plan_rows, treecompile
-from tree_compile.errors import PayloadError, PlanError, UnsupportedArgumentError
+from tree_compile.errors import PayloadError, PlanError, TokenTypeError, UnsupportedArgumentError
 from tree_compile.runtime.next_tokens import next_tokens
 from tree_compile.runtime.planner import Planner
 from tree_compile.tiny import tiny_model
@@ -551,3 +551,20 @@ def test_payload_of_another_form_in_another_sample_is_refused(other: Any) -> Non
     (row,) = plan_rows([Sample([1, 2], gain=[0, 1]), Sample([3, 4], gain=other)], min_shared_tokens=1).rows
     with pytest.raises(PayloadError, match=r"An entry of 'gain' .* in sample 1, .* in sample 0"):
         row.payload("gain")
+
+
+@pytest.mark.parametrize("name", ["labels", "mask", "trainible", "attention_mask"])
+def test_sample_with_a_mask_of_another_name_is_refused(name: str) -> None:
+    with pytest.raises(PayloadError, match=f"cannot have the payload '{name}'") as raised:
+        Sample([1, 2], **{name: [0, 1]})
+    assert "trainable=[0, …, 1]" in str(raised.value)
+
+
+def test_loss_of_one_sequence_of_an_output_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"for out in tree_model.rows\(samples\)"):
+        losses.sft(tree_model()([Sample([1, 2, 3])])[0], normaliser="per_token")
+
+
+def test_sample_whose_trained_tokens_are_weighted_is_refused() -> None:
+    with pytest.raises(TokenTypeError, match=r"Sample 1: `trainable` holds 0.5"):
+        tree_model().plan([Sample([1, 2]), Sample([1, 2], trainable=[0, 0.5])])

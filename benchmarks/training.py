@@ -13,17 +13,15 @@ as the arithmetic.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from helpers.timing import seconds_in_turn
+from helpers.timing import keep_freed_memory, seconds_in_turn
 from torch import Tensor, nn
 
 from tree_compile import treecompile
@@ -68,14 +66,6 @@ def tree_step(tree_model: nn.Module, sequences: list[Tensor], optimizer: torch.o
         total += float(loss.detach())
     optimizer.step()
     return total
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to take all memory from the heap, and to give none of it back; nothing elsewhere."""
-    if sys.platform == "linux":
-        mallopt, trim_threshold, mmap_max = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0), -1, -4
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, -1)
 
 
 def main() -> None:

@@ -66,9 +66,6 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "minimax": minimax,
 }  # fmt: skip
 
-EVERY_MIXER = ("hybrid", "kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next")
-"""One family of each kind of layer."""
-
 
 @cache
 def tree_model_of(name: str) -> TreeModel:
@@ -89,7 +86,7 @@ def test_outputs_and_gradients_equal_the_unpacked_model_in_float64(name: str) ->
         require_exact(tree_model_of(name), plan, sequences, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", EVERY_MIXER)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_long_segments_equal_the_unpacked_model_in_float64(name: str) -> None:
     sequences = long_sequences(1, VOCABULARY)
     plan = plan_rows(sequences, min_shared_tokens=1)

@@ -66,14 +66,7 @@ def mask_of(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
         TokenTypeError: it holds no bools or finite numbers.
         PayloadError: it has not one for every token.
     """
-    array = as_array(value, label, "bools or numbers", _WHY, _HINT)
-    if array.dtype.kind not in "biuf":
-        raise TokenTypeError(f"{label} is of type {array.dtype}, not of bools or numbers.", why=_WHY, hint=_HINT)
-    if not np.isfinite(array).all():
-        raise TokenTypeError(f"{label} has entries that are not finite.", why=_WHY, hint=_HINT)
-    if array.shape != (tokens,):
-        raise _misfit(f"{label} has shape {array.shape} for {count_of(tokens, 'token')}.")
-    return array != 0
+    return _marks(value, label, tokens) != 0
 
 
 def zeros_and_ones(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
@@ -83,12 +76,22 @@ def zeros_and_ones(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
         TokenTypeError: there is something else than 0 and 1.
         PayloadError: as `mask_of`.
     """
-    mask = mask_of(value, label, tokens)
-    array = as_array(value, label, "bools or numbers", _WHY, _HINT)
-    if (others := array[mask & (array != 1)]).size:
+    marks = _marks(value, label, tokens)
+    if (others := marks[(marks != 0) & (marks != 1)]).size:
         hint = "pass 0 and 1; weights are a payload, for a loss of your own."
         raise TokenTypeError(f"{label} holds {others[0]}, and not 0 and 1 alone.", why=_WHY, hint=hint)
-    return mask
+    return marks != 0
+
+
+def _marks(value: Any, label: str, tokens: int) -> NDArray[Any]:
+    array = as_array(value, label, "bools or numbers", _WHY, _HINT)
+    if array.dtype.kind not in "biuf":
+        raise TokenTypeError(f"{label} is of type {array.dtype}, not of bools or numbers.", why=_WHY, hint=_HINT)
+    if not np.isfinite(array).all():
+        raise TokenTypeError(f"{label} has entries that are not finite.", why=_WHY, hint=_HINT)
+    if array.shape != (tokens,):
+        raise _misfit(f"{label} has shape {array.shape} for {count_of(tokens, 'token')}.")
+    return array
 
 
 def _misfit(what: str) -> PayloadError:

@@ -125,6 +125,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def held_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that a backward pass has left in the parameters, by name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
 def smallest_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """As many as fit into memory beside a large model, the smallest first; the gradients of all pass through theirs."""
     by_size = sorted(parameters.items(), key=lambda item: item[1].numel())

@@ -13,7 +13,7 @@ from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 
 from tree_compile.api import TreeModel, treecompile
-from tree_compile.comparison import Gap, gap, relative
+from tree_compile.comparison import Gap, gap, held_gradients, relative
 from tree_compile.errors import InputError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.rollouts import Rollout
@@ -114,7 +114,7 @@ def run_demo(
     loss = _Loss(rollouts)
     packed, unpacked = _Packed(tree_model, plan, loss), _Unpacked(copy.deepcopy(model), rollouts, loss)
     logit_difference, *firsts = _first_step(packed, unpacked, progress)
-    _, gradient_difference = worst_gradient(_gradients(model), _gradients(unpacked.model))
+    _, gradient_difference = worst_gradient(held_gradients(model), held_gradients(unpacked.model))
     steps_packed, steps_unpacked = _more_steps(packed, unpacked, steps - 1, progress)
     quickest = min(zip(steps_packed, steps_unpacked, strict=True), key=lambda step: step[0].seconds + step[1].seconds)
     packed_seconds, unpacked_seconds = (side.seconds for side in quickest)
@@ -211,10 +211,6 @@ class _Step:
 
     def __exit__(self, *_error: object) -> None:
         self.seconds += time.perf_counter() - self._began
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def _first_step(packed: _Packed, unpacked: _Unpacked, progress: Progress) -> tuple[float, _Step, _Step]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from tree_compile import losses
 from tree_compile.api import TreeModel, treecompile
+from tree_compile.comparison import held_gradients
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.runtime.samples import Sample
 from tree_compile.selfcheck import worst_gradient
@@ -151,7 +152,7 @@ def _step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 class _Sorting:
-    """Digitss, and their right answers."""
+    """Questions, and their right answers."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(0)
@@ -226,11 +227,7 @@ def _difference_from_unpacked(model: nn.Module, samples: Sequence[Sample]) -> fl
         advantage = sample.payloads["advantage"]
         objective = torch.minimum(ratio * advantage, ratio.clamp(1 - _CLIP, 1 + _CLIP) * advantage)
         (-objective.sum() / (len(samples) * _DIGITS)).backward()
-    return worst_gradient(_gradients(model), _gradients(alone))[1]
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return worst_gradient(held_gradients(model), held_gradients(alone))[1]
 
 
 def plot(report: GrpoReport, path: Path) -> None:

@@ -9,7 +9,8 @@ as under a caching allocator: else the system clears the tree's large tensors an
 
 `speed`: 8,192 packed tokens, 4 heads. `ratio` is the time over the tree by the time of all sequences alone; `tokens` is
 packed tokens by tokens of all sequences, which the ratio should not be above: `over_tokens`, the one by the other, is 1
-or less where a token in the tree takes no longer than one alone.
+or less where a token in the tree takes no longer than one alone. Where the function of transformers goes token by
+token, one or two sequences alone are measured, and scaled up to all by their tokens.
 `conv`: the compiled convolution over a tree by a plain F.conv1d over as many tokens in one sequence; at most 1.5.
 `depth`: 8,192 tokens as one chain of segments at depth 1, 4, 16, 64, each with leaves beside it.
 """

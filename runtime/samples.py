@@ -18,7 +18,18 @@ from tree_compile.runtime.contexts import zeros_and_ones
 from tree_compile.runtime.recordings import ROUTED, number_choices
 from tree_compile.runtime.sequences import Batch, Sequences, TokenSequence, as_array, as_batch
 
-__all__ = ["GROUP", "PAIR", "Counts", "Sample", "Samples", "batch_of", "counts_of", "payload_of", "per_token"]
+__all__ = [
+    "GROUP",
+    "PAIR",
+    "Counts",
+    "Sample",
+    "Samples",
+    "batch_of",
+    "counts_of",
+    "is_mask_name",
+    "payload_of",
+    "per_token",
+]
 
 GROUP = "group"
 """The payload that samples of one prompt have in common."""
@@ -109,8 +120,13 @@ class Sample:
 _MASKS = ("assistant_masks", "attention_mask", "completion_mask", "labels", "loss_mask", "mask")
 
 
+def is_mask_name(name: str) -> bool:
+    """Whether a payload of this name is meant to say what is trained on."""
+    return name in _MASKS or bool(difflib.get_close_matches(name, ["trainable"], cutoff=0.8))
+
+
 def _check_is_no_mask(name: str) -> None:
-    if name in _MASKS or difflib.get_close_matches(name, ["trainable"], cutoff=0.8):
+    if is_mask_name(name):
         raise PayloadError(
             f"A sample cannot have the payload {name!r}.",
             why="no loss reads it, so that all tokens would be trained on.",

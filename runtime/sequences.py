@@ -48,7 +48,10 @@ TOKENS = "input_ids"
 """The name of the input that holds the tokens."""
 _LIST_HINT = "pass a list of sequences, one list or 1-D tensor of token ids each."
 _TEXT_HINT = "turn texts into token ids with the model's tokenizer first: tokenizer(text)['input_ids']."
-_DICT_HINT = "pass one dict of lists: {'input_ids': [sequence, …], 'a_payload': [values, …]}."
+_DICT_HINT = (
+    "pass one dict of lists, {'input_ids': [sequence, …], 'a_payload': [values, …]}; or, of rows of a dataset, the "
+    "plan that treecompile_collate()(rows) makes."
+)
 _ONE_HINT = f"{_LIST_HINT[:-1]}: [ids] for a single one."
 PADDED_HINT = (
     "pass a list of sequences without padding: "

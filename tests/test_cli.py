@@ -1,6 +1,7 @@
 """The command line: what it prints, what it returns, and how it says what is wrong."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,16 @@ def test_check_says_what_it_checks_before_an_error(capsys):
     assert main(["check", "nosuch"]) == 2
     first, *_ = capsys.readouterr().err.splitlines()
     assert first.endswith(" s  check nosuch")
+
+
+def test_check_says_what_the_first_call_does(capsys):
+    logger = logging.getLogger("tree_compile")
+    handlers, level = list(logger.handlers), logger.level
+    assert main(["explain", "llama"]) == 0
+    lines = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == ["explain llama", "explain llama: capturing and rewriting LlamaForCausalLM in train mode"]
+    assert lines[2].startswith("explain llama: comparing 6 sequences")
+    assert (logger.handlers, logger.level) == (handlers, level)
 
 
 def test_grpo_demo_has_the_gradients_of_the_unpacked_model(tmp_path, capsys):
@@ -372,6 +383,7 @@ def test_pack_gives_the_numbers_of_a_file_of_any_form(as_file, form, capsys):
         "packed_tokens": 215,
         "saved_tokens": 100,
         "token_bound": 215,
+        "min_shared_tokens": 64,
         "row_tokens": 110,
         "row_count": 2,
         "row_bound": 2,
@@ -401,6 +413,7 @@ def test_pack_prints_its_figures_and_the_picture(as_file, capsys):
         "315",
         "215 (at least 215)",
         "100 (31.7%)",
+        "prefixes of fewer than 64 tokens (--min-shared-tokens)",
         "5 tokens",
     ]
     assert figures.splitlines()[-1].startswith("planned in ")

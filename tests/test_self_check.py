@@ -15,10 +15,13 @@ from torch import Tensor, fx, nn
 from tree_compile import selfcheck, treecompile
 from tree_compile.comparison import Gap, gap, relative_difference
 from tree_compile.errors import SelfCheckError
+from tree_compile.models.sparse_mla import Indexer, SparseMLA, SparseMLAConfig
 from tree_compile.passes import attention
 from tree_compile.passes.plan_inputs import RowTables
 from tree_compile.passes.token_rules import RULES
+from tree_compile.runtime import topk_index, window_attention
 from tree_compile.runtime.attention import tree_attention
+from tree_compile.runtime.topk_index import highest
 from tree_compile.selfcheck import CheckReport
 from tree_compile.tiny import tiny_model
 
@@ -316,3 +319,43 @@ def test_first_call_raises_what_the_report_refuses(
     monkeypatch.setattr(selfcheck, "compare", lambda *_: report)
     with contextlib.nullcontext() if report.ok else pytest.raises(SelfCheckError, match="rounding allows"):
         treecompile(Attention(lambda logits, x: logits), backend="eager")(SEQUENCES)
+
+
+def lowest(scores: Tensor, k: int) -> Tensor:
+    """A choice that is the wrong way round."""
+    return highest(-scores.masked_fill(scores.isinf(), -torch.inf), k)
+
+
+MANY_KEYS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"index_topk": 2048},
+    "deepseek_v4": {"index_topk": 512},
+}
+
+
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_self_check_catches_a_wrong_choice_of_more_keys_than_it_has_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name, experts_implementation="batched_mm", **MANY_KEYS[name]).eval()
+    assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2
+    for module in (topk_index, window_attention):
+        monkeypatch.setattr(module, "highest", lowest)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree"):
+        treecompile(model, backend="eager")(SEQUENCES)
+
+
+class IndexerThatCounts(Indexer):
+    """One that goes by the number of keys that it asked for."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        chosen = super().forward(x, cos, sin)
+        assert chosen.shape[-1] == min(self.config.chosen, x.shape[1])
+        return chosen
+
+
+def test_model_that_goes_by_the_number_of_its_chosen_keys_is_compared_as_it_is() -> None:
+    model = SparseMLA(SparseMLAConfig(vocab_size=50, layers=2, chosen=30))
+    for block in model.blocks:
+        if block.indexer is not None:
+            block.indexer.__class__ = IndexerThatCounts
+    assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2

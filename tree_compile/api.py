@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tree_compile.arguments import by_position, check_payloads, unsupported
+from tree_compile.arguments import MASK, by_position, check_payloads, unsupported
 from tree_compile.calls import (
     check_inputs,
     check_keywords,
@@ -101,8 +101,8 @@ class TreeModel(nn.Module):
                 one that the model's forward does not take; or a sample's payload has the name of one that it takes.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
         """
-        for name in others:
-            raise unsupported(name)
+        if others:
+            raise unsupported(MASK if MASK in others else next(iter(others)))
         if more:
             raise by_position(self.unpacked)
         if sequences is None:

@@ -10,6 +10,8 @@ from torch import nn
 from tree_compile.errors import UnsupportedArgumentError
 from tree_compile.runtime.sequences import PADDED_HINT
 
+MASK = "attention_mask"
+"""What padded sequences come with: it says more than the names beside it."""
 LOSS_HINT = (
     "compute it from -out.logprobs[i], or with samples: "
     "loss = losses.sft(model([Sample(tokens) for tokens in sequences]), normaliser='per_token')"
@@ -20,7 +22,7 @@ HINTS = {
     "labels": LOSS_HINT,
     "logits_to_keep": _LAST_HINT,
     "num_logits_to_keep": _LAST_HINT,
-    "attention_mask": f"leave it out: model(batch['input_ids']), where the tokenizer did not pad; else {PADDED_HINT}",
+    MASK: f"leave it out: model(batch['input_ids']), where the tokenizer did not pad; else {PADDED_HINT}",
     "position_ids": _PLACE_HINT,
     "cache_position": _PLACE_HINT,
     "past_key_values": "leave it out: sequences are passed whole.",

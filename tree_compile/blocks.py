@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -17,9 +18,11 @@ from tree_compile.passes.head import Head
 from tree_compile.passes.mixers import runs_kernels
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_symbol
 from tree_compile.patches import replaced
+from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.mixers import MIXERS
 
 Function = Callable[..., tuple[Any, ...]]
+_LOG = logging.getLogger(__name__)
 _INDEXED = re.compile(r"^(?P<list>.*?[^.\d][^.]*)\.(?P<index>\d+)$")
 
 
@@ -244,6 +247,7 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
     from torch._inductor.compile_fx import compile_fx
 
+    _LOG.info("compiling %s", count_of(len(graph.graph.nodes), "operation"))
     fill_in = ViewAndMutationMeta.__post_init__
 
     def donate_nothing(meta: ViewAndMutationMeta) -> None:

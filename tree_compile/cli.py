@@ -217,14 +217,14 @@ _GRPO_DERIVED = ("first_reward", "last_reward", "tokens_saved", "ok")
 def _check(options: argparse.Namespace) -> int:
     from tree_compile.api import treecompile
     from tree_compile.rollouts import read_rollouts
+    from tree_compile.stages import narrated
     from tree_compile.targets import load_target
 
     tokenizer = _tokenizer(options)
     sequences = None
     if options.rollouts:
         sequences = [rollout.tokens for rollout in read_rollouts(options.rollouts, tokenizer)]
-    with _progress() as progress:
-        progress.add_task(f"check {options.target}", total=None)
+    with _progress() as progress, narrated(progress, f"check {options.target}"):
         settings = {"vocab_size": tokenizer.vocabulary} if sequences else {}
         report = treecompile(load_target(options.target, **settings)).check(sequences)
     if options.json:
@@ -236,10 +236,10 @@ def _check(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from tree_compile.api import treecompile
+    from tree_compile.stages import narrated
     from tree_compile.targets import load_target
 
-    with _progress() as progress:
-        progress.add_task(f"explain {options.target}", total=None)
+    with _progress() as progress, narrated(progress, f"explain {options.target}"):
         explanation = treecompile(load_target(options.target), backend="eager").explain()
     if options.json:
         _print_json(dataclasses.asdict(explanation))

@@ -14,7 +14,7 @@ from tree_compile.runtime.counts import a_kind
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
-from tree_compile.runtime.samples import Sample
+from tree_compile.runtime.samples import Sample, is_mask_name
 from tree_compile.runtime.sequences import TOKENS, TokenSequence, as_array
 
 __all__ = ["Collate", "Element", "PlannedBatch", "treecompile_collate"]
@@ -81,7 +81,8 @@ def treecompile_collate(
     An element of the dataset is a `Sample`; or tokens alone, [len], all trained on; or a dict with "input_ids" [len],
     as Hugging Face's datasets have. Of a dict, the column `trainable` says what is trained on; without one of this
     default name "labels" say it, that are -100 elsewhere, or else all tokens are trained on. All other columns are
-    payloads. An "attention_mask" of ones, "position_ids" that count from 0 and "token_type_ids" of zeros say nothing,
+    payloads, but one with the name of a mask, such as "completion_mask", is refused where nothing else says what is
+    trained on. An "attention_mask" of ones, "position_ids" that count from 0 and "token_type_ids" of zeros say nothing,
     and are left out. Or an element is a list of samples or dicts, as all attempts at one task, or both sides of a
     preference: then a batch holds them together.
 
@@ -143,6 +144,8 @@ def _of_columns(columns: dict[str, Any], number: int, trainable: str) -> Sample:
         raise _without_marks(trainable, columns, number)
     if trained is None and LABELS in columns:
         trained = _labelled(columns.pop(LABELS), tokens, number)
+    if trained is None:
+        _check_has_no_mask(columns, number)
     sample = Sample(tokens, trained)
     # Not as keywords: a column may have the name of an argument.
     sample.payloads.update(columns)
@@ -164,6 +167,15 @@ def _without_marks(trainable: str, columns: Mapping[str, Any], number: int) -> P
         why="it was to say what is trained on, and all tokens would be.",
         hint="pass the name of the column as treecompile_collate(trainable=…), or fill it.",
     )
+
+
+def _check_has_no_mask(columns: Mapping[str, Any], number: int) -> None:
+    for name in filter(is_mask_name, columns):
+        raise PayloadError(
+            f"Element {number} has a column {name!r}, and nothing says that it is what is trained on.",
+            why="no loss reads it as a payload, so that all tokens would be trained on.",
+            hint=f"pass treecompile_collate(trainable={name!r}), or leave the column out.",
+        )
 
 
 def _check_implied(name: str, value: Any, tokens: Any, number: int) -> None:

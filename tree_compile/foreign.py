@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules import transformer
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -28,12 +29,18 @@ _FOR_CHECKPOINTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 @contextlib.contextmanager
 def capturable(model: nn.Module) -> Iterator[None]:
-    """transformers' models with attention and experts in a form that torch.export can trace; others as they are."""
+    """transformers' models with attention and experts in a form that torch.export can trace, and torch's own layers."""
     with contextlib.ExitStack() as changes, plain_checkpoints(model), loops_over_all_experts(model):
+        changes.enter_context(replaced(transformer, "_detect_is_causal_mask", _says_causal))
         for config in _configs(model):
             for name, value in _changes(config, model):
                 changes.enter_context(setting(config, name, value))
         yield
+
+
+def _says_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    """Whether a causal kernel may take the place of the mask: not by looking at its entries, which a graph cannot."""
+    return is_causal is True
 
 
 def _configs(model: nn.Module) -> list[Any]:

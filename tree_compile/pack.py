@@ -23,10 +23,12 @@ class PackReport:
     Attributes:
         plan: the plan.
         seconds: the time of planning, without reading the file and without loading what is compiled.
+        min_shared_tokens: shared prefixes shorter than this were planned for each sequence.
     """
 
     plan: Plan
     seconds: float
+    min_shared_tokens: int
 
     @property
     def holes(self) -> int:
@@ -42,6 +44,7 @@ class PackReport:
             "packed_tokens": plan.packed_tokens,
             "saved_tokens": plan.input_tokens - plan.packed_tokens,
             "token_bound": plan.token_bound,
+            "min_shared_tokens": self.min_shared_tokens,
             "row_tokens": plan.row_tokens,
             "row_count": len(plan.rows),
             "row_bound": plan.row_bound,
@@ -58,6 +61,7 @@ class PackReport:
             f"tokens in        {plan.input_tokens:,}",
             f"tokens computed  {plan.packed_tokens:,} (at least {plan.token_bound:,})",
             f"tokens saved     {saved:,} ({saved / plan.input_tokens:.1%})",
+            f"not shared       prefixes of fewer than {self.min_shared_tokens:,} tokens (--min-shared-tokens)",
             f"holes            {self.holes:,} tokens",
             f"planned in       {self.seconds * 1000:.1f} ms",
         ]
@@ -81,13 +85,14 @@ def check_output(path: Path) -> None:
     raise InputError(f"{path} cannot be written.", why=why, hint="give the path of a file in a folder that is there.")
 
 
-def pack_file(path: Path, tokenizer: Tokenizer, **options: Any) -> PackReport:
+def pack_file(path: Path, tokenizer: Tokenizer, min_shared_tokens: int, **options: Any) -> PackReport:
     """Plans the rows of a file.
 
     Args:
         path: a file that `read_rollouts` reads.
         tokenizer: what turns messages into ids.
-        options: those of `plan_rows`.
+        min_shared_tokens: shared prefixes shorter than this are planned for each sequence.
+        options: the others of `plan_rows`.
 
     Raises:
         InputError: the file is wrong, or a sequence is longer than a row.
@@ -95,5 +100,5 @@ def pack_file(path: Path, tokenizer: Tokenizer, **options: Any) -> PackReport:
     sequences = [rollout.tokens for rollout in read_rollouts(path, tokenizer)]
     warm_up()
     start = time.perf_counter()
-    plan = plan_rows(sequences, **options)
-    return PackReport(plan, time.perf_counter() - start)
+    plan = plan_rows(sequences, min_shared_tokens=min_shared_tokens, **options)
+    return PackReport(plan, time.perf_counter() - start, min_shared_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ registration: `patches` is imported, and its lock registered, before this one.
 """
 free_in_forks(CAPTURING)
 _LONGEST_EXAMPLE = 4_096
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Rewritten:
         dtypes: the floating-point dtypes that it or the captured graph computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
+        most_kept: how many keys indexers keep at most, if they keep fewer than in the model.
     """
 
     graph_module: fx.GraphModule
@@ -93,6 +96,7 @@ class Rewritten:
     dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
+    most_kept: int | None = None
 
     @property
     def logits_place(self) -> int | None:
@@ -136,6 +140,8 @@ def rewrite_model(plain: PlainModel, reach: int = FIRST_REACH, example_tokens: i
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
+    mode = "train" if plain.model.training else "eval"
+    _LOG.info("capturing and rewriting %s in %s mode", type(plain.model).__name__, mode)
     # Gradients are on, so that a first call without them captures the same graph as any other. One capture at a time:
     # torch.export and what is switched for it are global.
     with CAPTURING, torch.inference_mode(False), torch.enable_grad(), own_autocast_cache():

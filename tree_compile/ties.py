@@ -27,14 +27,16 @@ class EarliestOfEquals(TorchFunctionMode):
     Args:
         tokens: the length of the sequence; a selection of keys is one from scores [batch, …, tokens, keys].
         windows: sizes of the windows that are pooled into one key; there may be a key for every token as well.
+        most: fewer keys are kept where this is less than the model keeps.
 
     Attributes:
         ties: for how many queries the last key that was taken has the score of one that was not.
     """
 
-    def __init__(self, tokens: int, windows: Iterable[int] = ()) -> None:
+    def __init__(self, tokens: int, windows: Iterable[int] = (), most: int | None = None) -> None:
         super().__init__()
         self._tokens = tokens
+        self._most = most
         self.ties = 0
         self._keys = {tokens // window for window in (1, *windows)}
 
@@ -53,6 +55,7 @@ class EarliestOfEquals(TorchFunctionMode):
         return is_of_pairs and largest and dim in (-1, scores.dim() - 1)
 
     def _topk(self, scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:
+        k = k if self._most is None else min(k, self._most)
         ordered = scores.sort(dim=-1, descending=True, stable=True)
         last, next_one = ordered.values[..., k - 1 : k], ordered.values[..., k : k + 1]
         if next_one.numel() and last.numel():
@@ -64,4 +67,4 @@ def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[Earlies
     """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`."""
     if not rewritten.has_indexer:
         return nullcontext()
-    return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows])
+    return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows], rewritten.most_kept)

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.differential.comparison import (
     gradient_difference,
@@ -32,6 +32,21 @@ def dense() -> nn.Module:
     return Dense(DenseConfig(vocab_size=VOCABULARY, width=64, layers=2, heads=4, kv_heads=2, hidden=96))
 
 
+class TorchEncoder(nn.Module):
+    """torch's own layers with a causal mask, of which they are not told that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1])
+        return self.head(self.encoder(self.embedding(input_ids), mask=mask))
+
+
 def family(model_type: str, **settings: object) -> Callable[[], nn.Module]:
     return lambda: tiny_model(model_type, **settings)
 
@@ -50,6 +65,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "deepseek_v3 with MLA and experts": family("deepseek_v3", experts_implementation="batched_mm"),
     "olmo3": family("olmo3"),
     "dense": dense,
+    "torch's TransformerEncoder": TorchEncoder,
 }
 
 TREES: dict[str, tuple[Sequences, int | None]] = {

@@ -95,9 +95,11 @@ def test_argument_of_one_padded_batch_is_refused(name, value, hint):
         assert raised.value.why
 
 
-@pytest.mark.parametrize("others", [{}, {"attention_mask": torch.ones(2, 4)}])
-def test_sequences_by_name_are_refused_with_the_way_to_pass_them(others):
-    with pytest.raises(UnsupportedArgumentError, match="as the first argument"):
+@pytest.mark.parametrize(
+    ("others", "hint"), [({}, "as the first argument"), ({"attention_mask": torch.ones(2, 4)}, r"ids\[mask == 1\]")]
+)
+def test_sequences_by_name_are_refused_with_the_way_to_pass_them(others, hint):
+    with pytest.raises(UnsupportedArgumentError, match=hint):
         treecompile(plain(), backend="eager")(input_ids=SEQUENCES, **others)
     with pytest.raises(UnsupportedArgumentError, match="as the first argument"):
         treecompile(plain(), backend="eager", forward_kwargs={"input_ids": 1})

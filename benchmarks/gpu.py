@@ -10,8 +10,8 @@ Without a GPU it says so, and measures nothing. fla, tilelang and flash-attn tak
 greatest difference of its output and of its gradients, relative to the greatest number of each.
 `models`: `tree_model.check` of a dense model of 1.7B parameters, of one with gated delta rules and experts, and of one
 with latent attention and an indexer, all with random weights: against the unpacked model on the same GPU, in both
-precisions. `own_rounding` is the difference of the unpacked model's outputs from those in float64: experts and keys that
-are chosen by a hair may be others.
+precisions. `own_rounding` is the difference of the unpacked model's outputs from those in float64: experts and keys
+that are chosen by a hair may be others.
 `speed`: forward and backward of the dense model in bfloat16 over four batches, with the log-probabilities of every
 sequence, against the same without sharing: packed rows of whole sequences, one causal attention call for all of them.
 Blocks keep their inputs alone in both. `speed_up` is the time without sharing by that with it, `compression` is tokens
@@ -128,7 +128,7 @@ def models(device: torch.device, sizes: Sizes) -> Iterator[Result]:
 
 @torch.no_grad()
 def _own_rounding(model: nn.Module, sequences: Sequence[NDArray[np.int64]], device: torch.device) -> float:
-    """The greatest difference of the outputs from those in float64, in which `model` is left, to the greatest of them."""
+    """The greatest difference of the outputs from those in float64, where `model` is left, by the greatest of them."""
     ids = [torch.from_numpy(tokens)[None].to(device) for tokens in sequences]
     found = [model(tokens).double() for tokens in ids]
     model.double()

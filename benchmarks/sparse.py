@@ -54,9 +54,9 @@ def pairs_of(segments: Tensor) -> int:
 def kept_unscored(segments: Tensor, chosen: int) -> int:
     """Pairs of blocks in which every query keeps all that it sees."""
     return sum(
-        (end - start) * len(above) + (end - start) * (end - start + 1) // 2
+        (end - start) * above + (end - start) * (end - start + 1) // 2
         for start, end, above in topk_index._blocks(segments)
-        if len(above) + end - start <= chosen
+        if above + end - start <= chosen
     )
 
 

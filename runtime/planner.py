@@ -10,7 +10,7 @@ from tree_compile.runtime.options import MIN_SHARED_TOKENS, check_count, check_o
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.samples import Sample, Samples, batch_of
-from tree_compile.runtime.sequences import Batch, TokenArray, TokenSequence, check_fits
+from tree_compile.runtime.sequences import TOKENS, Batch, TokenArray, TokenSequence, check_fits
 
 __all__ = ["Planner", "ReadyRow"]
 
@@ -88,7 +88,7 @@ class Planner:
         check_fits(batch.lengths, self._row_tokens, first=self._added)
         # Copies: a caller may fill the same array with the next rollout.
         inputs = {name: values[0].copy() for name, values in batch.inputs.items()}
-        waiting = _Waiting(inputs, batch.samples.all[0] if batch.samples else None)
+        waiting = _Waiting(inputs, _with_tokens(batch.samples.all[0], inputs[TOKENS]) if batch.samples else None)
         self._check_form(waiting.form)
         self._waiting[self._added], self._form = waiting, waiting.form
         self._added += 1
@@ -160,6 +160,12 @@ class _Waiting:
         if self.sample is None:
             return f"has the inputs {', '.join(self.inputs)}"
         return f"is a sample with the payloads {', '.join(sorted(self.sample.payloads)) or '(none)'}"
+
+
+def _with_tokens(kept: Sample, tokens: TokenArray) -> Sample:
+    """A batch's own sample, with tokens that stay as they are."""
+    kept.tokens = tokens
+    return kept
 
 
 def _of_one(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -56,13 +57,14 @@ class Sample:
         """As above.
 
         Raises:
-            PayloadError: a payload has the name of a mask, which `trainable` should be.
+            PayloadError: a payload has the name of a mask, which `trainable` should be, or nearly `routed_experts`.
         """
         for name in payloads:
-            _check_is_no_mask(name)
+            _check_is_meant(name)
         self.tokens = tokens
         self.trainable = trainable
         self._payloads = payloads
+        self._counted: dict[str, Hashable] | None = None
 
     @property
     def payloads(self) -> dict[str, Any]:
@@ -86,10 +88,14 @@ class Sample:
         try:
             found: Hashable = value.item() if hasattr(value, "item") else value
             hash(found)
+            is_key = _can_be_equal(found) and (found is not None or value is None)
         except (TypeError, ValueError, RuntimeError):
-            raise _no_key(value, number, name) from None
-        if not _can_be_equal(found) or (found is None and value is not None):
+            is_key = False
+        # The units of a date of NumPy are lost in its number.
+        if not is_key or isinstance(value, np.datetime64 | np.timedelta64):
             raise _no_key(value, number, name)
+        if self._counted is not None and self._counted.setdefault(name, found) != found:
+            raise _renamed(self._counted[name], number, name)
         return found
 
     @property
@@ -114,24 +120,30 @@ class Sample:
         """
         kept = Sample(self.tokens, self.is_trained)
         kept._payloads = self._payloads
+        kept._counted = {}
         return kept
 
 
-_MASKS = ("assistant_masks", "attention_mask", "completion_mask", "labels", "loss_mask", "mask")
-
-
 def is_mask_name(name: str) -> bool:
-    """Whether a payload of this name is meant to say what is trained on."""
-    return name in _MASKS or bool(difflib.get_close_matches(name, ["trainable"], cutoff=0.8))
+    """Whether a payload of this name is meant to say what is trained on: `labels`, `completion_mask`, `trainible`."""
+    is_mask = name == "labels" or name.lower().endswith(("mask", "masks"))
+    return is_mask or bool(difflib.get_close_matches(name, ["trainable"], cutoff=0.8))
 
 
-def _check_is_no_mask(name: str) -> None:
+def _check_is_meant(name: str) -> None:
+    """Refuses names of payloads that would change what is computed, if they were read."""
+    if name != ROUTED and difflib.get_close_matches(name, [ROUTED], cutoff=0.9):
+        raise PayloadError(
+            f"A sample cannot have the payload {name!r}.",
+            why=f"it looks like {ROUTED!r}, which says to which experts tokens are sent, and would not be read.",
+            hint=f"Sample(tokens, {ROUTED}=…), or another name.",
+        )
     if is_mask_name(name):
         raise PayloadError(
             f"A sample cannot have the payload {name!r}.",
             why="no loss reads it, so that all tokens would be trained on.",
             hint="which tokens are trained on is said by trainable: Sample(tokens, trainable=[0, …, 1]), of labels "
-            "[label != -100 for label in labels].",
+            "[label != -100 for label in labels]; a mask for something else needs another name.",
         )
 
 
@@ -309,11 +321,13 @@ def _can_be_equal(value: Hashable) -> bool:
     """Whether another one that looks like it is equal to it: no NaN, tensor, or object that is compared by identity."""
     if isinstance(value, tuple | frozenset):
         return all(map(_can_be_equal, value))
-    if value is None or isinstance(value, Enum):
+    if value is None or isinstance(value, str | int | Enum):
         return True
-    # Tensors are hashed by identity, though they compare their numbers.
+    if is_dataclass(value) and not all(_can_be_equal(getattr(value, part.name)) for part in fields(value)):
+        return False
+    # Tensors are hashed by identity, though they compare their numbers: alone, and in an object.
     is_by_identity = type(value).__eq__ is object.__eq__ or hasattr(value, "data_ptr")
-    return not is_by_identity and bool(value == value)
+    return not is_by_identity and bool(value == value) and hash(copy.deepcopy(value)) == hash(value)
 
 
 def _no_key(value: Any, number: int, name: str) -> PayloadError:
@@ -321,6 +335,14 @@ def _no_key(value: Any, number: int, name: str) -> PayloadError:
         f"{name!r} of sample {number} is {value!r}.",
         why="samples are compared by it.",
         hint="pass a number or a text that is the same in the samples that belong together.",
+    )
+
+
+def _renamed(before: Hashable, number: int, name: str) -> PayloadError:
+    return PayloadError(
+        f"{name!r} of sample {number} was {before!r} when the samples of its batch were counted.",
+        why="losses are divided by those counts.",
+        hint="set it before the first loss, or plan the samples anew.",
     )
 
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.differential.trees import long_sequences
 from tree_compile import TreeModel, programs, treecompile
+from tree_compile.errors import LostGradientError
 from tree_compile.tiny import tiny_model
 
 SEQUENCES = long_sequences(0, 128)
@@ -54,6 +55,17 @@ def test_memory_budget_of_compiled_blocks_keeps_less_and_changes_no_gradient(mon
     assert few_bytes < all_bytes / 2
     for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_memory_budget_with_dropout_is_refused() -> None:
+    tree_model = treecompile(
+        tiny_model("gpt2", num_hidden_layers=1, attn_pdrop=0.0, resid_pdrop=0.1).train(), self_check=False
+    )
+    with (
+        functorch_config.patch(activation_memory_budget=0.5),
+        pytest.raises(LostGradientError, match=r"activation_memory_budget is 0\.5"),
+    ):
+        tree_model(SEQUENCES)
 
 
 def test_gradient_checkpointing_of_transformers_keeps_what_is_kept_without_it() -> None:

@@ -34,6 +34,7 @@ from tree_compile.selfcheck import CheckReport, check_program, compare, small_tr
 from tree_compile.signature import check_tokens
 from tree_compile.state import Entry, State, state_of
 from tree_compile.unpacked import PlainModel
+from tree_compile.watch import require_no_backward_hook
 
 _Place = tuple[tuple[str, ...], tuple[bool, ...], tuple[Entry, ...]]
 """Names of the inputs, modes of the modules, and settings of torch: each has a program of its own."""
@@ -100,6 +101,8 @@ class TreeModel(nn.Module):
             UnsupportedArgumentError: any other argument, an input whose name has no meaning on a list of sequences, or
                 one that the model's forward does not take; or a sample's payload has the name of one that it takes.
             WrappedModelError: the model has been wrapped, compiled or distributed since `treecompile` took it.
+            LostGradientError: the tree model has a backward hook; or torch's activation memory budget is below 1 and
+                the model draws random numbers.
         """
         if others:
             raise unsupported(MASK if MASK in others else next(iter(others)))
@@ -107,6 +110,7 @@ class TreeModel(nn.Module):
             raise by_position(self.unpacked)
         if sequences is None:
             raise TypeError("a tree model takes the sequences: model([tokens, …])")
+        require_no_backward_hook(self, "", "torch looks for tensors in its output, and a TreeOutput is none.")
         rows = self._rows(sequences)
         check_payloads(rows[0].payload_names, self.unpacked)
         program = self._program(tuple(rows[0].inputs), rows)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tree_compile.errors import LostGradientError
 from tree_compile.heads import ProgramHead
+from tree_compile.passes.draws import draws
 from tree_compile.passes.head import Head
 from tree_compile.passes.mixers import runs_kernels
 from tree_compile.passes.shapes import is_size, is_tensor, shape_of, size_expression, token_symbol
@@ -238,7 +240,26 @@ def _register(module: nn.Module, name: str, tensor: Any) -> None:
 
 def compiled(section: fx.GraphModule) -> Function:
     """Compiles a section for any number of tokens; kernels of recurrent layers run between compiled parts."""
-    return torch.compile(section, backend=_inductor, dynamic=True, fullgraph=not _runs_kernels(section.graph))
+    function = torch.compile(section, backend=_inductor, dynamic=True, fullgraph=not _runs_kernels(section.graph))
+    return _without_budget(function) if any(map(draws, section.graph.nodes)) else function
+
+
+def _without_budget(function: Function) -> Function:
+    """A compiled function that draws random numbers; torch draws others where it computes activations again."""
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        from torch._functorch import config
+
+        if config.activation_memory_budget < 1:
+            raise LostGradientError(
+                "The model draws random numbers, and torch._functorch.config.activation_memory_budget is "
+                f"{config.activation_memory_budget}.",
+                why="what is computed again in the backward pass may draw others: gradients of another dropout.",
+                hint="set the budget to 1, or dropout to 0.",
+            )
+        return function(*inputs)
+
+    return run
 
 
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:

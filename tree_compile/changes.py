@@ -29,7 +29,7 @@ class Marks:
         self._hashes = [_hash_of_bits(tensor) for tensor in tensors]
 
     def are_unchanged(self) -> bool:
-        """Whether they are so still: not changed in place, given another storage, or stepped by an optimizer."""
+        """Whether they are so still: not changed in place, moved, stepped by an optimizer, or frozen."""
         return self._marks == [_mark(tensor) for tensor in self._tensors] and all(
             bool(before == _hash_of_bits(tensor)) for before, tensor in zip(self._hashes, self._tensors, strict=True)
         )
@@ -72,12 +72,12 @@ def _factors(device: torch.device) -> Tensor:
     return (factors | 1).to(device)
 
 
-def _mark(tensor: Tensor) -> tuple[int, ...]:
+def _mark(tensor: Tensor) -> tuple[int | bool, ...]:
     # A tensor of inference mode has no version.
     version = 0 if tensor.is_inference() else tensor._version
     if tensor.is_leaf and tensor.requires_grad:
         _STEPS.setdefault(tensor, 0)
-    return version, tensor.data_ptr(), _STEPS.get(tensor, 0)
+    return version, tensor.data_ptr(), _STEPS.get(tensor, 0), tensor.requires_grad
 
 
 def _count_step(optimizer: Optimizer, *_: Any) -> None:

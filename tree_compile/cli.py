@@ -118,6 +118,8 @@ def _add_check(commands: Any, common: argparse.ArgumentParser) -> None:
     check.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     check.add_argument("--rollouts", type=Path, metavar="FILE", help=f"{_ROLLOUTS_HELP}; a random tree if left out")
     check.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
+    help_text = "inductor (default), or eager: without compiling, which takes minutes for some models"
+    check.add_argument("--backend", choices=("inductor", "eager"), default="inductor", help=help_text)
     check.set_defaults(run=_check, parser=check)
 
 
@@ -226,7 +228,7 @@ def _check(options: argparse.Namespace) -> int:
         sequences = [rollout.tokens for rollout in read_rollouts(options.rollouts, tokenizer)]
     with _progress() as progress, narrated(progress, f"check {options.target}"):
         settings = {"vocab_size": tokenizer.vocabulary} if sequences else {}
-        report = treecompile(load_target(options.target, **settings)).check(sequences)
+        report = treecompile(load_target(options.target, **settings), backend=options.backend).check(sequences)
     if options.json:
         _print_json(dataclasses.asdict(report) | {"gradient_tolerance": report.gradient_tolerance, "ok": report.ok})
     else:

@@ -49,10 +49,12 @@ class Collate:
         """Plans a batch.
 
         Raises:
-            InputError: a sample is not usable, or has not the column that says what is trained on; it is named by its
+            InputError: a sample is not usable, or does not say what is trained on where others do; it is named by its
                 number in the batch.
         """
-        samples = [_sample(given, number, self.trainable) for number, given in enumerate(_one_by_one(elements))]
+        given = list(_one_by_one(elements))
+        samples = [_sample(element, number, self.trainable) for number, element in enumerate(given)]
+        _check_all_marked(given, samples)
         plan = plan_rows(samples, **self.plan_options)
         return PlannedBatch(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
@@ -80,11 +82,11 @@ def treecompile_collate(
 
     An element of the dataset is a `Sample`; or tokens alone, [len], all trained on; or a dict with "input_ids" [len],
     as Hugging Face's datasets have. Of a dict, the column `trainable` says what is trained on; without one of this
-    default name "labels" say it, that are -100 elsewhere, or else all tokens are trained on. All other columns are
-    payloads, but one with the name of a mask, such as "completion_mask", is refused where nothing else says what is
-    trained on. An "attention_mask" of ones, "position_ids" that count from 0 and "token_type_ids" of zeros say nothing,
-    and are left out. Or an element is a list of samples or dicts, as all attempts at one task, or both sides of a
-    preference: then a batch holds them together.
+    default name "labels" say it, that are -100 elsewhere. Without either all tokens are trained on: then all elements
+    of a batch have to be without. A column with the name of a mask, such as "completion_mask", has to say the same, and
+    is left out. All other columns are payloads. An "attention_mask" of ones, "position_ids" that count from 0 and
+    "token_type_ids" of zeros say nothing, and are left out. Or an element is a list of samples or dicts, as all
+    attempts at one task, or both sides of a preference: then a batch holds them together.
 
     Args:
         row_tokens: as in `plan_rows`, like all but `trainable`.
@@ -120,6 +122,18 @@ def _one_by_one(elements: Iterable[Any]) -> Iterator[Any]:
         yield from element if is_list else (element,)
 
 
+def _check_all_marked(given: Sequence[Any], samples: Sequence[Sample]) -> None:
+    """Refuses elements that do not say what is trained on beside others that do; a `Sample` means what it says."""
+    says = [sample.trainable is not None for sample in samples]
+    without = [number for number, one in enumerate(given) if not says[number] and not isinstance(one, Sample)]
+    if without and any(says):
+        raise PayloadError(
+            f"Element {without[0]} does not say what is trained on, and others do.",
+            why="all of its tokens would be trained on, a prompt too.",
+            hint=f"give every element {TRAINABLE!r} or {LABELS!r}; [1] * len(tokens) is all of them.",
+        )
+
+
 def _sample(given: Any, number: int, trainable: str) -> Sample:
     if isinstance(given, Sample):
         return given
@@ -144,9 +158,9 @@ def _of_columns(columns: dict[str, Any], number: int, trainable: str) -> Sample:
         raise _without_marks(trainable, columns, number)
     if trained is None and LABELS in columns:
         trained = _labelled(columns.pop(LABELS), tokens, number)
-    if trained is None:
-        _check_has_no_mask(columns, number)
     sample = Sample(tokens, trained)
+    if trainable == TRAINABLE:
+        _take_out_masks(columns, sample, number)
     # Not as keywords: a column may have the name of an argument.
     sample.payloads.update(columns)
     return sample
@@ -169,13 +183,16 @@ def _without_marks(trainable: str, columns: Mapping[str, Any], number: int) -> P
     )
 
 
-def _check_has_no_mask(columns: Mapping[str, Any], number: int) -> None:
-    for name in filter(is_mask_name, columns):
-        raise PayloadError(
-            f"Element {number} has a column {name!r}, and nothing says that it is what is trained on.",
-            why="no loss reads it as a payload, so that all tokens would be trained on.",
-            hint=f"pass treecompile_collate(trainable={name!r}), or leave the column out.",
-        )
+def _take_out_masks(columns: dict[str, Any], sample: Sample, number: int) -> None:
+    """Takes out columns with the name of a mask, which have to say what is known to be trained on."""
+    for name in list(filter(is_mask_name, columns)):
+        said = Sample(sample.tokens, columns.pop(name))
+        if sample.trainable is None or not np.array_equal(said.is_trained, sample.is_trained):
+            raise PayloadError(
+                f"Element {number} has a column {name!r}, and nothing says that it is what is trained on.",
+                why="no loss reads it as a payload: other tokens would be trained on than it says.",
+                hint=f"pass treecompile_collate(trainable={name!r}), or leave the column out.",
+            )
 
 
 def _check_implied(name: str, value: Any, tokens: Any, number: int) -> None:

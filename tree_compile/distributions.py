@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from tree_compile.row_result import RowResult
 from tree_compile.runtime.next_tokens import Asked, NextTokens, best_tokens, next_tokens
 from tree_compile.runtime.options import check_above_0, check_within
 from tree_compile.runtime.sequences import IntArray, as_array
+
+if TYPE_CHECKING:
+    from tree_compile.output import TreeOutput
 
 
 class TopTokens(NamedTuple):
@@ -37,10 +40,20 @@ class Distributions:
 
     `logprobs`, `trained_logprobs`, `entropy`, `topk` and `logprobs_of` are those of `TreeOutput`, of
     softmax(logits / temperature).
+
+    Attributes:
+        output: the output that was asked for another temperature; None for an output's own, which holds it.
     """
 
-    def __init__(self, results: Sequence[RowResult], sequence_ids: Sequence[int], temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        results: Sequence[RowResult],
+        sequence_ids: Sequence[int],
+        temperature: float = 1.0,
+        output: TreeOutput | None = None,
+    ) -> None:
         number = _positive(temperature)
+        self.output = output
         self._ids = sequence_ids
         self._results = results
         self._rows = [_RowDistributions(result, number) for result in results]

@@ -72,7 +72,7 @@ class Explanation:
         lines.append("every other operation is proved to work token by token")
         lines += map(str, self.rows)
         if self.asked_rows and not self.rows:
-            lines.append(f"no layer carries a state: nothing more to say of {count_of(self.asked_rows, 'row')}")
+            lines.append(f"no layer says what state it carries: none is known for {count_of(self.asked_rows, 'row')}")
         return "\n".join(lines)
 
 

@@ -104,7 +104,8 @@ class RowHead:
             )
         if not self._marks.are_unchanged():
             raise StaleOutputError(
-                "The model's head, or the states before it, were changed since this output was computed.",
-                why="logits are computed from them when they are first asked for, and would be others.",
-                hint="take out.logits, out.logprobs and the like before optimizer.step().",
+                "The model's head, or the states before it, were changed or frozen since this output was computed.",
+                why="logits are computed from them when they are first asked for, and would be others, or have other "
+                "gradients.",
+                hint="take out.logits, out.logprobs and the like before optimizer.step(), or call the model again.",
             )

@@ -18,6 +18,8 @@ Where a batch is more than one call knows of, as with several ranks or gradient 
 all of it: `counts=counts_of(samples) + counts_of(others)`. DistributedDataParallel takes the mean over ranks: multiply
 the loss by their number.
 
+For rollouts that were sampled at a temperature t, and have old log-probabilities of it, pass `out.at_temperature(t)`.
+
 `load_balancing` is of all tokens of all sequences, and has counts of its own: see there.
 """
 
@@ -27,13 +29,14 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tree_compile.distributions import Distributions
 from tree_compile.errors import PayloadError
 from tree_compile.output import TreeOutput
 from tree_compile.routing import expert_counts, load_balancing
@@ -55,14 +58,16 @@ __all__ = [
     "sft",
 ]
 
+Output: TypeAlias = TreeOutput | Distributions
+
 NORMALISERS = ("per_token", "per_sequence", "per_group", "constant")
 
 
-def sft(out: TreeOutput, *, normaliser: str, constant: float | None = None, counts: Counts | None = None) -> Tensor:
+def sft(out: Output, *, normaliser: str, constant: float | None = None, counts: Counts | None = None) -> Tensor:
     """Cross entropy: -sum_t w_t log p_t.
 
     Args:
-        out: of samples.
+        out: of samples; or out.at_temperature(t), for log-probabilities at another temperature.
         normaliser: one of NORMALISERS, see above.
         constant: for "constant".
         counts: of the whole batch, where `out` is of a part of it that was planned apart, or given out by a `Planner`.
@@ -78,7 +83,7 @@ def sft(out: TreeOutput, *, normaliser: str, constant: float | None = None, coun
 
 
 def grpo(
-    out: TreeOutput,
+    out: Output,
     *,
     normaliser: str,
     clip_low: float = 0.2,
@@ -114,7 +119,7 @@ def grpo(
 
 
 def ppo_clip(
-    out: TreeOutput, *, normaliser: str, clip: float = 0.2, constant: float | None = None, counts: Counts | None = None
+    out: Output, *, normaliser: str, clip: float = 0.2, constant: float | None = None, counts: Counts | None = None
 ) -> Tensor:
     """Clipped policy gradient with an advantage per token (PPO, Schulman et al., arXiv 1707.06347, eq. 7).
 
@@ -133,7 +138,7 @@ def ppo_clip(
 
 
 def cispo(
-    out: TreeOutput,
+    out: Output,
     *,
     normaliser: str,
     clip_high: float = 3.0,
@@ -164,7 +169,7 @@ def cispo(
 
 
 def kl_to_reference(
-    out: TreeOutput, *, normaliser: str, constant: float | None = None, counts: Counts | None = None
+    out: Output, *, normaliser: str, constant: float | None = None, counts: Counts | None = None
 ) -> Tensor:
     """An estimate of KL(p || p_ref) from the sampled tokens, never below 0 (k3 of Schulman, "Approximating KL", 2020).
 
@@ -187,7 +192,7 @@ def kl_to_reference(
     return tokens.sum(difference.expm1() - difference, divisor)
 
 
-def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> Tensor:
+def dpo(out: Output, *, beta: float = 0.1, counts: Counts | None = None) -> Tensor:
     """Preferences (DPO, Rafailov et al., arXiv 2305.18290, eq. 7), the mean over all pairs of the batch.
 
     -log sigmoid(beta (d_chosen - d_rejected)) with d = sum_t log p_t - log p_ref_t over the trained tokens.
@@ -207,8 +212,8 @@ def dpo(out: TreeOutput, *, beta: float = 0.1, counts: Counts | None = None) -> 
     _check_kind(counts)
     tokens = _Trained.of(out)
     margins = tokens.of_each(tokens.logprobs - tokens.of_token("reference_logprobs"))
-    chosen, rejected = _pairs(out)
-    pairs = _covering((counts or out.counts).pairs, len(chosen), "pairs")
+    chosen, rejected = _pairs(tokens.out)
+    pairs = _covering((counts or tokens.out.counts).pairs, len(chosen), "pairs")
     return -F.logsigmoid(beta * (margins[chosen] - margins[rejected])).sum() / pairs
 
 
@@ -251,14 +256,15 @@ class _Trained:
     places: list[IntArray]
 
     @classmethod
-    def of(cls, out: TreeOutput) -> _Trained:
+    def of(cls, given: Output) -> _Trained:
+        out = given.output if isinstance(given, Distributions) else given
         if not isinstance(out, TreeOutput):
             raise TypeError(
-                f"a loss is of the output of a call, a TreeOutput, and not of a {type(out).__name__}: "
+                f"a loss is of the output of a call, a TreeOutput, and not of a {type(given).__name__}: "
                 "losses.sft(tree_model(samples), …), or for out in tree_model.rows(samples)"
             )
         places = [np.flatnonzero(out.samples[number].is_trained) for number in out.sequence_ids]
-        logprobs = torch.cat(list(out.trained_logprobs))
+        logprobs = torch.cat(list(given.trained_logprobs))
         sequence = np.repeat(np.arange(len(places)), list(map(len, places)))
         return cls(out, logprobs, torch.from_numpy(sequence).to(logprobs.device), places)
 

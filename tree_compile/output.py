@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from tree_compile.arguments import LOSS_HINT
 from tree_compile.capture import OutputForm
@@ -146,13 +147,15 @@ class TreeOutput(Sequence[Any]):
     def at_temperature(self, temperature: float) -> Distributions:
         """`logprobs`, `trained_logprobs`, `entropy`, `topk` and `logprobs_of` of softmax(logits / temperature).
 
+        Losses take it in place of the output.
+
         Args:
             temperature: a number, which no gradient is computed of.
 
         Raises:
             ValueError: `temperature` is not a finite number above 0, or requires a gradient.
         """
-        return Distributions(self._results, self.sequence_ids, temperature)
+        return Distributions(self._results, self.sequence_ids, temperature, self)
 
     @cached_property
     def _distributions(self) -> Distributions:
@@ -218,6 +221,20 @@ class TreeOutput(Sequence[Any]):
         if place is None:
             raise no_logits()
         return self._tensors[place]
+
+
+def _flatten(out: TreeOutput) -> tuple[list[Tensor], TreeOutput]:
+    return [tensor for result in out.row_results for tensor in result.results], out
+
+
+def _unflatten(tensors: Iterable[Any], out: TreeOutput) -> TreeOutput:
+    left = iter(tensors)
+    results = [result.with_results([next(left) for _ in result.results]) for result in out.row_results]
+    return TreeOutput(results, out._form)
+
+
+# DistributedDataParallel with a static graph, and FSDP, look for tensors in the leaves of an output.
+register_pytree_node(TreeOutput, _flatten, _unflatten)
 
 
 def _router_logits_of_sequences(result: RowResult) -> list[tuple[Tensor, ...]]:

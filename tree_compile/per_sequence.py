@@ -48,7 +48,7 @@ class PerSequence(Sequence[Part], Generic[Part]):
         sequence = number_of(sequence, f"{self._name}[i][:, -1]")
         number = self._ids[sequence] if -len(self._ids) <= sequence < 0 else sequence
         if number not in self._values:
-            raise IndexError(f"there is no sequence {sequence} here, only {numbers_of(self._ids)}")
+            raise IndexError(f"there is no sequence {sequence} here, only {numbers_of(self._ids)} (row.sequence_ids)")
         return self._values[number]
 
     def __getattr__(self, name: str) -> Any:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tree_compile.call_settings import CallSettings
-from tree_compile.errors import OutputError
+from tree_compile.errors import OutputError, StaleOutputError
 from tree_compile.heads import RowHead
 from tree_compile.runtime.next_tokens import States
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.unpack import unpack_row
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowResult:
     """The graph's results for one row.
 
@@ -35,8 +35,28 @@ class RowResult:
     router_places: tuple[int, ...] = ()
     head: RowHead | None = None
 
+    def __post_init__(self) -> None:
+        self._version = self._version_of_logits()
+
+    def _version_of_logits(self) -> int:
+        """How often the logits were changed in place, where they are among the tensors: parts may be views of them."""
+        if self.head is not None or self.logits_place is None or self.tensors[self.logits_place].is_inference():
+            return 0
+        return self.tensors[self.logits_place]._version
+
     def __len__(self) -> int:
         return len(self.tensors) + (self.head is not None)
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """All that the program computed: the tensors, and what the head takes."""
+        return self.tensors if self.head is None else (*self.tensors, *self.head.inputs)
+
+    def with_results(self, results: Sequence[Tensor]) -> RowResult:
+        """The same of other tensors, in the order of `results`."""
+        own = len(self.tensors)
+        head = None if self.head is None else replace(self.head, inputs=tuple(results[own:]))
+        return replace(self, tensors=tuple(results[:own]), head=head)
 
     def tensor(self, place: int) -> Tensor:
         """The output at `place`; logits are computed when they are first asked for.
@@ -151,6 +171,12 @@ class RowResult:
         """
         if self.head is not None:
             self.head.require_unchanged()
+        if self._version != self._version_of_logits():
+            raise StaleOutputError(
+                "The logits of this output were changed in place.",
+                why="log-probabilities and losses are computed from them.",
+                hint="change a copy: out.logits[i].clone().",
+            )
 
     def unpacked(self, values: Tensor) -> list[Tensor]:
         """Values `[T, …]` of the row, one part `[len_i, …]` for every sequence, in the order of its ids."""

@@ -233,6 +233,12 @@ def self_check(plain: PlainModel, program: Program) -> None:
     report = _report_of_small_tree(plain, program)
     if not report.ok:
         raise _differs(report)
+    if report.ties:
+        _LOG.warning(
+            "An indexer of %s chose among equal scores %d times in the comparison of the first call. The tree model "
+            "takes the earliest key; the model called by hand may take others: docs/sparse_attention.md.",
+            type(plain.model).__name__, report.ties,
+        )  # fmt: skip
 
 
 def _report_of_small_tree(plain: PlainModel, program: Program) -> CheckReport:

@@ -65,13 +65,22 @@ def watching(model: nn.Module) -> Iterator[None]:
 
 def _require_no_backward_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            kind = type(module).__name__
-            raise LostGradientError(
-                f"The module {f'{name!r} ({kind})' if name else kind} has a backward hook.",
-                why="a captured graph has no modules, so the hook would not run.",
-                hint="remove the hook, or put it on a parameter: parameter.register_hook(…) keeps working.",
-            )
+        require_no_backward_hook(module, name, "a captured graph has no modules, so the hook would not run.")
+
+
+def require_no_backward_hook(module: nn.Module, name: str, why: str) -> None:
+    """Refuses a module with a hook on its backward pass; `name` is empty for the outermost one.
+
+    Raises:
+        LostGradientError: it has one.
+    """
+    if module._backward_hooks or module._backward_pre_hooks:
+        kind = type(module).__name__
+        raise LostGradientError(
+            f"The module {f'{name!r} ({kind})' if name else kind} has a backward hook.",
+            why=why,
+            hint="remove the hook, or put it on a parameter: parameter.register_hook(…) keeps working.",
+        )
 
 
 def _refuse_hook(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -98,11 +98,9 @@ def test_column_says_what_is_trained_on() -> None:
     assert trained({"trainable": [1, 0, 1]}) == [False, False, True]
     assert trained({"labels": [-100, -100, 9]}) == [False, False, True]
     assert trained({"labels": torch.tensor([-100, 8, -100])}) == [False, True, False]
-    assert trained({"labels": [-100, 8, -100], "loss_mask": [1, 1, 1]}) == [False, True, False]
-    assert trained({"completion_mask": [0, 1, 0], "labels": [7, 8, 9]}, trainable="completion_mask")[1:] == [
-        True,
-        False,
-    ]
+    assert trained({"labels": [-100, 8, -100], "loss_mask": [1, 1, 0]}) == [False, True, False]
+    named = {"completion_mask": [0, 1, 0], "labels": [7, 8, 9]}
+    assert trained(named, trainable="completion_mask") == [False, True, False]
 
 
 def test_other_columns_are_payloads() -> None:
@@ -139,8 +137,12 @@ BAD: dict[str, tuple[list[Any], type[InputError], str]] = {
     "positions": ([{"input_ids": [1, 2], "position_ids": [1, 2]}], PayloadError, "'position_ids' of element 0"),
     "other labels": ([[1], {"input_ids": [1, 2], "labels": [2, 3]}], PayloadError, "'labels' of element 1 are not"),
     "few labels": ([{"input_ids": [1, 2], "labels": [1]}], PayloadError, "'labels' of element 0 are not"),
-    "few marks": ([[1], {"input_ids": [1, 2], "trainable": [1]}], PayloadError, "Sample 1: `trainable`"),
+    "few marks": ([Sample([1]), {"input_ids": [1, 2], "trainable": [1]}], PayloadError, "Sample 1: `trainable`"),
+    "few with labels": ([{"input_ids": [1, 2], "labels": [-100, 2]}, [3, 4]], PayloadError, "Element 1 does not say"),
+    "a null": ([{"input_ids": [1], "trainable": None}, {"input_ids": [1], "trainable": [1]}], PayloadError, "nt 0"),
     "unnamed marks": ([{"input_ids": [1, 2], "loss_mask": [0, 1]}], PayloadError, "0 has a column 'loss_mask'"),
+    "other marks": ([{"input_ids": [1, 2], "response_mask": [0, 1]}], PayloadError, "0 has a column 'response_mask'"),
+    "two marks": ([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "loss_mask": [0, 0, 1]}], PayloadError, "'loss_mask'"),
     "misspelt": ([{"input_ids": [1, 2], "trainible": [0, 1]}], PayloadError, "has a column 'trainible'"),
     "payloads": ([Sample([1], a=1), Sample([1])], PayloadError, "Sample 1 has no payload 'a'"),
 }  # fmt: skip

@@ -386,7 +386,11 @@ def changed_states(_model: nn.Module, out: Any) -> None:
         out.hidden[0].mul_(2)
 
 
-CHANGES = [replaced_storage, fused_step, own_step, clipped_through_data, changed_states, states_through_data]
+def frozen(model: nn.Module, _out: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+
+
+CHANGES = [frozen, replaced_storage, fused_step, own_step, clipped_through_data, changed_states, states_through_data]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -400,6 +404,31 @@ def test_no_change_of_the_head_goes_unseen(change, asked_before) -> None:
     change(model, out)
     with pytest.raises(StaleOutputError, match=r"before optimizer\.step"):
         out.entropy[0]
+
+
+class WithoutHead(nn.Module):
+    """Logits that are no product of states and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 30)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids).tanh()
+
+
+@pytest.mark.parametrize("sequences", [[[1, 2, 3]], [[1, 2, 3], [1, 2, 4]]])
+def test_logits_of_a_model_without_a_head_that_are_changed_are_not_those_of_losses(sequences) -> None:
+    tree_model = treecompile(WithoutHead(), backend="eager", min_shared_tokens=1)
+    expected = tree_model(sequences).logprobs[0]
+    out = tree_model(sequences)
+    with torch.no_grad():
+        out.logits[0].div_(2)
+    if len(sequences) == 1:  # a view of the row's
+        with pytest.raises(StaleOutputError, match="changed in place"):
+            out.logprobs[0]
+    else:
+        torch.testing.assert_close(out.logprobs[0], expected)
 
 
 @pytest.mark.parametrize(

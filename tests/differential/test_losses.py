@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -59,9 +61,10 @@ def samples() -> list[Sample]:
 class Plain:
     """One sample as a training script without packing reads it: the trained tokens, and what belongs to them."""
 
-    def __init__(self, model: nn.Module, sample: Sample) -> None:
+    def __init__(self, model: nn.Module, sample: Sample, temperature: float = 1.0) -> None:
         tokens = torch.tensor(sample.tokens)
-        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         trained = torch.tensor(np.ones(len(tokens)) if sample.trainable is None else sample.trainable).bool()[1:]
         given = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in sample.payloads.items()}
         self.logprobs, self.group = logprobs[trained], sample.payloads["group"]
@@ -140,6 +143,21 @@ def test_losses_equal_their_plain_forms(name: str, normaliser: str, row_tokens: 
         expected = gradients(model, plain)
         require_equal(expected, gradients(model, lambda: (loss(out, **options) for out in tree_model().rows(plan))))
         require_equal(expected, gradients(model, lambda: iter([loss(tree_model()(plan), **options)])))
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_losses_at_a_temperature_equal_their_plain_forms(name: str) -> None:
+    loss, term = TERMS[name]
+    model, batch = tree_model().unpacked, samples()
+    plan = plan_rows(batch, 45, min_shared_tokens=1)
+
+    def plain() -> Iterator[Tensor]:
+        yield normalised("per_token", [term(Plain(model, sample, 0.6)) for sample in batch], [])
+
+    with InDouble():
+        outs = (out.at_temperature(0.6) for out in tree_model().rows(plan))
+        found = gradients(model, lambda: (loss(out, normaliser="per_token") for out in outs))
+        require_equal(gradients(model, plain), found)
 
 
 @pytest.mark.parametrize("row_tokens", [None, 45])
@@ -425,11 +443,46 @@ def test_counts_without_the_pairs_of_the_output_are_refused() -> None:
         losses.dpo(tree_model()(batch), counts=losses.Counts(9, 9))
 
 
+@dataclass(frozen=True)
+class Key:
+    """Something that samples of a group have in common."""
+
+    value: Any
+
+
+class ComparesTensors:
+    """Equal to others of its kind, but for its hash, which is that of a tensor."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.tensor(1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ComparesTensors) and bool(self.tensor == other.tensor)
+
+    def __hash__(self) -> int:
+        return hash(self.tensor)
+
+
+def test_group_that_is_renamed_after_it_was_counted_is_refused() -> None:
+    plan = plan_rows([Sample([i, i + 1, i + 2], group=i // 2) for i in range(4)], 3)
+    sft = [losses.sft(out, normaliser="per_group") for out in tree_model().rows(plan)]
+    for row in plan.rows:
+        for sample in row.samples.values():
+            sample.payloads["group"] = 0
+    out = tree_model()(plan.rows[-1])
+    assert len(sft) == 4
+    with pytest.raises(PayloadError, match="was 1 when the samples of its batch were counted"):
+        losses.sft(out, normaliser="per_group")
+
+
 @pytest.mark.parametrize("name", ["group", "pair"])
 @pytest.mark.parametrize(
     "value",
-    [[1, 2], np.ones(2), torch.ones(2), math.nan, (torch.tensor(1),), ("a", math.nan), object(), np.datetime64("NaT")],
-)
+    [
+        [1, 2], np.ones(2), torch.ones(2), math.nan, (torch.tensor(1),), ("a", math.nan), object(),
+        np.datetime64("NaT"), np.datetime64("2026"), Key(torch.tensor(1)), Key(math.nan), ComparesTensors(),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_compared_is_no_group_and_no_pair(name: str, value: Any) -> None:
     batch = [Sample([1, 2], **{name: 1}), Sample([1, 3], **{name: value})]
     with pytest.raises(PayloadError, match=f"'{name}' of sample 1 is "):
@@ -439,7 +492,7 @@ def test_what_cannot_be_compared_is_no_group_and_no_pair(name: str, value: Any) 
 
 
 @pytest.mark.parametrize(
-    "group", ["a", b"a", 1, 1.5, None, ("a", 1), frozenset({1}), np.float32(2), torch.tensor(3), np.datetime64("2026")]
+    "group", ["a", b"a", 1, 1.5, None, ("a", 1), frozenset({1}), np.float32(2), torch.tensor(3), Key("a"), UUID(int=3)]
 )
 def test_what_can_be_compared_is_one_group(group: Any) -> None:
     copy = pickle.loads(pickle.dumps(group))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
@@ -14,6 +15,7 @@ from tests.errors.refusal import Tiny, require_refusal
 from tree_compile import Sample, losses, plan_rows, treecompile
 from tree_compile.errors import (
     CaptureError,
+    LostGradientError,
     StaleOutputError,
     TokenMixingError,
     UnknownOpError,
@@ -370,6 +372,38 @@ def test_ddp_finds_the_parameters_that_are_not_used(process_group):
     for _ in range(2):
         torch.stack([part.square().sum() for part in wrapped(SEQUENCES)]).sum().backward()
     assert model.project[0].weight.grad is not None
+
+
+def three_times_the_sum(_state, bucket):
+    return allreduce_hook(None, bucket).then(lambda reduced: reduced.value() * 3)
+
+
+def test_ddp_with_a_static_graph_reduces_gradients(process_group):
+    gradients = []
+    for is_static in (False, True):
+        torch.manual_seed(0)
+        model = Tiny(lambda model, x, ids: x)
+        del model.project, model.gain, model.rows
+        tree = treecompile(model, min_shared_tokens=1, backend="eager")
+        wrapped = nn.parallel.DistributedDataParallel(tree, static_graph=is_static)
+        wrapped.register_comm_hook(None, three_times_the_sum)
+        for _ in range(3):
+            tree.zero_grad()
+            wrapped(SEQUENCES).logprobs[0].sum().backward()
+            gradients.append(model.head.weight.grad.clone())
+    assert gradients[0].abs().max() > 0
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hook_of_the_tree_model_is_refused(hook):
+    tree = treecompile(plain(), backend="eager")
+    handle = getattr(tree, hook)(lambda *_: None)
+    with pytest.raises(LostGradientError, match="TreeModel has a backward hook"):
+        tree(SEQUENCES)
+    handle.remove()
+    assert len(tree(SEQUENCES)) == len(SEQUENCES)
 
 
 def test_parameters_on_the_meta_device_are_refused():

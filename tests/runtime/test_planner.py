@@ -124,6 +124,14 @@ def test_array_may_be_filled_again_after_it_was_added():
     assert planner.flush()[0].plan.rows[0].tokens.tolist() == [1, 2, 3]
 
 
+def test_list_of_a_sample_may_be_filled_again_after_it_was_added():
+    planner, tokens = Planner(10, min_shared_tokens=1), [1, 2, 3]
+    planner.add(Sample(tokens))
+    tokens[:] = [4]
+    (ready,) = planner.flush()
+    assert ready.plan.rows[0].samples[0].is_trained.tolist() == [False, True, True]
+
+
 def test_samples_are_given_out_with_their_rows():
     planner, tokens, marks = Planner(8, 1), np.array([1, 2, 3]), np.array([0, 0, 1])
     planner.add(Sample(tokens, marks, reward=1.0))

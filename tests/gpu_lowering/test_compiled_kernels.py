@@ -1,7 +1,8 @@
 """What torch.compile makes of the product for a GPU, as far as it can be checked without one.
 
 Shown here: what the product runs on CUDA is lowered, forward and backward, for a row length that is known only when it
-runs, once for all trees; Triton and ptxas make a binary for sm_90 of every kernel, and its shared memory fits a block.
+runs, once for all trees; Triton and ptxas make a binary for sm_90 of every kernel, and its shared memory fits a block;
+and the generated kernels of attention, interpreted on the CPU, give the outputs and gradients of the definition.
 
 Not shown: the rounding of tensor cores, races, what the other configurations of a kernel do, and any time.
 """
@@ -24,6 +25,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 KERNELS = Path(sys.prefix) / "kernels"
 """Apart from other packages: transformers would call kernels that it finds, which need a GPU."""
+FLOAT32_TOLERANCE = 1e-5
 SHARED_BYTES_OF_HOPPER = 227 * 1024
 WRITTEN_FOR = "2.13."
 """The private parts of torch that the GPU is pretended in differ from version to version."""
@@ -56,9 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
 
-    def run_script(script: str, *arguments: str) -> Found:
-        command = [sys.executable, HERE / "with_gpu.py", library, HERE / script, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    def run_script(script: str, **settings: str) -> Found:
+        command = [sys.executable, HERE / "with_gpu.py", library, HERE / script]
+        done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2_000:]
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -77,6 +79,11 @@ def built_library(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def lowered(run: Run) -> Found:
     return run("kernels_for_gpu.py")
+
+
+@pytest.fixture(scope="module")
+def interpreted(run: Run) -> Found:
+    return run("attention_in_interpreter.py", TRITON_INTERPRET="1")
 
 
 CASES = ["tree", "window", "softcap", "sinks", "wide heads", "convolution", "recurrence", "logprobs"]
@@ -110,3 +117,14 @@ def test_what_makes_the_mask_is_an_input_of_the_graph(lowered: Found, case: str)
     assert "segments" in inputs
     assert "subtree_end" in inputs
     assert ("position" in inputs) == (case == "window")
+
+
+@pytest.mark.parametrize("case", ["tree", "full tile", "window", "softcap", "grouped queries"])
+def test_interpreted_attention_has_the_output_and_gradients_of_the_definition(interpreted: Found, case: str) -> None:
+    assert len(interpreted[case]) == 4
+    # Each by itself: the maximum of numbers and nan may be a number.
+    assert all(difference < FLOAT32_TOLERANCE for difference in interpreted[case])
+
+
+def test_interpreted_attention_with_the_mask_of_one_sequence_is_far_off(interpreted: Found) -> None:
+    assert all(difference > 100 * FLOAT32_TOLERANCE for difference in interpreted["mask of one sequence"])

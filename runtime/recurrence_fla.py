@@ -38,7 +38,9 @@ def kernels_can(key: Tensor, value: Tensor) -> bool:
 _WIDEST = 256
 
 
+# torch.compile would trace it otherwise, and cannot go through an import.
 @cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _work_here(device: torch.device) -> bool:
     """Whether the kernels are installed; on Hopper those of some versions of triton are wrong, and need tilelang."""
     if not all(importlib.util.find_spec(package) is not None for package in ("fla", "triton")):

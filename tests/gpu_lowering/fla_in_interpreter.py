@@ -10,14 +10,13 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
 import triton.runtime.autotuner
+from interpreter_loops import counted
 from torch import Tensor
 
 from tree_compile import plan_rows
@@ -34,20 +33,6 @@ KERNELS = {
     "simple_gla": (False, False, 2, 1, 64),
 }
 """Every head takes its time in the interpreter; of each kind of kernels that share keys one has two of these."""
-
-
-class Number(int):
-    """A loop variable as kernels use it: a number with a dtype."""
-
-    def to(self, *_args: Any, **_kwargs: Any) -> Number:
-        """Itself in any dtype."""
-        return self
-
-
-def counted(*bounds: Any) -> Iterator[Number]:
-    """`range` for bounds that the interpreter holds in arrays of one number."""
-    numbers = [int(bound.handle.data.item()) if hasattr(bound, "handle") else int(bound) for bound in bounds]
-    return map(Number, range(*numbers))
 
 
 def prepare_interpreter() -> None:

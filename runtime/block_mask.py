@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tree_compile.runtime.transfers import to_device
 
-__all__ = ["NARROW_TILE", "TILE", "block_lists", "tile_of", "tree_block_mask"]
+__all__ = ["NARROW_TILE", "TILE", "block_lists", "count_tiles", "tile_of", "tree_block_mask"]
 
 TILE = 128
 NARROW_TILE = 64
@@ -139,15 +139,28 @@ def block_lists(
 
 def tiles_of(table: Counts, tokens: int, window: int, chunk: int, tile: int) -> Tiles:
     """The tiles in which some pair is visible; with window or chunk, perhaps a few more."""
-    n = -(-tokens // tile)
-    ends = _by_tile(table[:, 2], table, n, tile)
-    # Behind the last token everything is 0: no column of padding is needed, and none with padding is full.
-    stop, full_stop = -(-ends.max(1) // tile), ends.min(1) // tile
+    stop, full_stop = _column_ends(table, tokens, tile)
+    n = len(stop)
     count = np.maximum(stop - np.arange(n), 0)
     column = np.repeat(np.arange(n), count)
     row = column + _place_in_run(count)
     tiles = Tiles(row, column, (row > column) & (row < full_stop[column]))
     return _within(tiles, *_positions(table, n, tile), window, chunk) if window or chunk else tiles
+
+
+def count_tiles(table: Counts, tokens: int, tile: int) -> tuple[int, int]:
+    """How many tiles need the mask entry by entry, and how many are visible throughout, without window and chunk."""
+    stop, full_stop = _column_ends(table, tokens, tile)
+    diagonal = np.arange(len(stop))
+    full = int(np.maximum(full_stop - diagonal - 1, 0).sum())
+    return int(np.maximum(stop - diagonal, 0).sum()) - full, full
+
+
+def _column_ends(table: Counts, tokens: int, tile: int) -> tuple[Counts, Counts]:
+    """For each column of tiles one past the last row that is needed, and one past the last that is full: [n] each."""
+    ends = _by_tile(table[:, 2], table, -(-tokens // tile), tile)
+    # Behind the last token everything is 0: no column of padding is needed, and none with padding is full.
+    return -(-ends.max(1) // tile), ends.min(1) // tile
 
 
 def _by_tile(values: Counts, table: Counts, n: int, tile: int) -> Counts:

@@ -198,31 +198,33 @@ def check_program(plain: PlainModel, program: Program) -> Program:
     """
     if not program.rewritten.random:
         self_check(plain, program)
-    elif not _checked_without_dropout(plain):
+    elif not _checked_without_dropout(plain, program.attention):
         with evaluation(plain.model):
-            self_check(plain, make_program(plain, "eager"))
+            self_check(plain, make_program(plain, "eager", program.attention))
     return replace(program, checked=True)
 
 
-def _checked_without_dropout(plain: PlainModel) -> bool:
+def _checked_without_dropout(plain: PlainModel, attention: str) -> bool:
     """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
     with without_dropout():
-        calm = make_program(plain, "eager")
+        calm = make_program(plain, "eager", attention)
         if not calm.rewritten.random:
             self_check(plain, calm)
     return not calm.rewritten.random
 
 
 def self_check(plain: PlainModel, program: Program) -> None:
-    """Runs a small random tree through the rewritten graph and through the model.
+    """Runs a small random tree through the rewritten graph, with either kernels, and through the model.
 
     Raises:
         SelfCheckError: they differ by more than rounding.
     """
     plan = plan_rows(small_tree(program, plain), min_shared_tokens=1)
-    report = compare(plain, plan, program.run_uncompiled, program, smallest_parameters(trained_parameters(plain.model)))
-    if not report.ok:
-        raise _differs(report)
+    parameters = smallest_parameters(trained_parameters(plain.model))
+    for own in (program, *([] if program.flash is None else [program.flash.program])):
+        report = compare(plain, plan, own.run_uncompiled, own, parameters)
+        if not report.ok:
+            raise _differs(report)
 
 
 def _differs(report: CheckReport) -> SelfCheckError:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tree_compile.runtime.transfers import to_device
+from tree_compile.runtime.transfers import READS_ON_HOST, to_device
 
 __all__ = ["NARROW_TILE", "TILE", "block_lists", "count_tiles", "tile_of", "tree_block_mask"]
 
@@ -93,7 +93,7 @@ def tree_block_mask(
 
 # A custom op, since its sizes are known from T alone while its values are computed on the host. Its results are always
 # new tensors: compiled code may reuse their memory.
-@torch.library.custom_op("tree_compile::block_tables", mutates_args=())
+@torch.library.custom_op("tree_compile::block_tables", mutates_args=(), tags=READS_ON_HOST)
 def block_tables(segments: Tensor, subtree_end: Tensor, window: int, chunk: int, tile: int) -> list[Tensor]:
     """Tokens without padding [1], then counts [1, 1, n] and tile indices [1, 1, n, n], int32, n = ceil(T / tile).
 

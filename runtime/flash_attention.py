@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from tree_compile.runtime.attention_results import add_sinks, empty_gradients, empty_outputs, sink_gradient
 from tree_compile.runtime.flash_calls import Rows, varlen_calls
 from tree_compile.runtime.flash_kernels import kernels_for
+from tree_compile.runtime.transfers import READS_ON_HOST
 
 __all__ = ["flash_tree_attention"]
 
@@ -36,7 +37,7 @@ def flash_tree_attention(
     return out
 
 
-@torch.library.custom_op("tree_compile::flash_attention", mutates_args=())
+@torch.library.custom_op("tree_compile::flash_attention", mutates_args=(), tags=READS_ON_HOST)
 def flash_op(
     query: Tensor, key: Tensor, value: Tensor, segments: Tensor, sinks: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, T
     return empty_outputs(query, value)
 
 
-@torch.library.custom_op("tree_compile::flash_attention_backward", mutates_args=())
+@torch.library.custom_op("tree_compile::flash_attention_backward", mutates_args=(), tags=READS_ON_HOST)
 def flash_backward_op(
     grad: Tensor,
     query: Tensor,

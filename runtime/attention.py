@@ -8,6 +8,8 @@ from torch import Tensor
 from tree_compile.runtime.attention_cpu import attention_op
 from tree_compile.runtime.attention_cuda import flex_tree_attention
 from tree_compile.runtime.attention_score import Score
+from tree_compile.runtime.flash_attention import flash_tree_attention
+from tree_compile.runtime.flash_forms import AttentionForm, chooses_kernels, why_not_flash
 
 __all__ = ["in_autocast_dtype", "tree_attention"]
 
@@ -27,6 +29,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    kernels: str = "flex",
 ) -> Tensor:
     """Attention of every token over itself and its ancestors in the prefix tree.
 
@@ -49,18 +52,24 @@ def tree_attention(
         sinks: [Hq], one more logit per head in the softmax's denominator; receives a gradient.
         key_bias: [Hq or 1, T], added to the scores; receives no gradient.
         pair_bias: [Hq or 1, T, T] in row coordinates, added to the scores, may hold -inf; receives no gradient.
+        kernels: on CUDA, "flex" for flex_attention or "flash" for kernels of flash attention; nothing elsewhere.
 
     Returns:
         [1, Hq, T, Dv] in the dtype of `query`. Rows behind the last segment are padding: 0, and with gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or a bias would need a gradient.
+        ValueError: shapes, dtypes or devices do not fit together, a bias would need a gradient, or kernels of flash
+            attention are asked for and cannot compute this.
     """
     query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, segments)
     _check_biases(key_bias, pair_bias)
-    if query.device.type == "cuda":
+    if chooses_kernels(query.device):
         score = Score(scale, window, chunk, softcap, key_bias, pair_bias)
+        if kernels == "flash":
+            if not torch.compiler.is_compiling():  # a graph says so only where it was asked before
+                _check_flash(query, value, score)
+            return flash_tree_attention(query, key, value, segments, sinks, scale, softcap)
         return flex_tree_attention(query, key, value, segments, position, subtree_end, sinks, score)
     out, _ = attention_op(query, key, value, segments, sinks, key_bias, pair_bias, scale, window, chunk, softcap)
     return out
@@ -87,6 +96,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
     if segments.device.type != "cpu":
         raise ValueError(f"segments must be on the CPU, which reads them, and not on {segments.device}")
+
+
+def _check_flash(query: Tensor, value: Tensor, score: Score) -> None:
+    width = max(query.shape[3], value.shape[3])
+    reason = why_not_flash(AttentionForm(query.device, query.dtype, width, score.options))
+    if reason is not None:
+        raise ValueError(f"flash attention cannot compute this: {reason.why}")
 
 
 def _check_biases(*biases: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from tree_compile.runtime.attention_kernels import add_at, backward_call, call_mask, forward_call, gather
+from tree_compile.runtime.attention_results import add_sinks, empty_gradients, empty_outputs, sink_gradient
 from tree_compile.runtime.attention_schedule import BLOCK, Schedule, schedule
 from tree_compile.runtime.attention_score import Score
 
@@ -46,16 +47,14 @@ def attention_op(
     """The output [1, Hq, T, Dv] and the log-sum-exp [1, Hq, T] of the scores and the sink."""
     heads = key.shape[1]
     score = _grouped_score(scale, window, chunk, softcap, key_bias, pair_bias, heads)
-    out, lse = _empty_outputs(query, value)
+    out, lse = empty_outputs(query, value)
     total = out.zero_() if out.dtype == lse.dtype else torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(float("-inf"))
     inputs = _grouped_inputs(query, key, value)
     plan = _schedule(segments, score, query.shape[1], query.shape[3])
     _forward(inputs, _group(total, heads), _group(lse, heads), plan, score)
     if sinks is not None:
-        sink = sinks.to(lse.dtype)[None, :, None]
-        total.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))
-        torch.logaddexp(lse, sink, out=lse)
+        add_sinks(total[0], lse[0], sinks)
     if total is not out:
         out.copy_(total)
     return out, lse
@@ -63,7 +62,7 @@ def attention_op(
 
 @attention_op.register_fake
 def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(query, value)
+    return empty_outputs(query, value)
 
 
 @torch.library.custom_op("tree_compile::tree_attention_backward", mutates_args=(), device_types="cpu")
@@ -86,7 +85,7 @@ def _backward_op(
     """Gradients of query, key, value and sinks; the last has no entries where there are no sinks."""
     heads = key.shape[1]
     score = _grouped_score(scale, window, chunk, softcap, key_bias, pair_bias, heads)
-    results = _empty_gradients(query, key, value, sinks)
+    results = empty_gradients(query, key, value, sinks)
     exact = query.dtype == lse.dtype
     totals = [result.zero_() if exact else torch.zeros_like(result, dtype=lse.dtype) for result in results[:3]]
     inputs, sums = _grouped_inputs(query, key, value), _grouped_inputs(*totals)
@@ -96,13 +95,13 @@ def _backward_op(
         for result, total in zip(results[:3], totals, strict=True):
             result.copy_(total)
     if sinks is not None:
-        results[3].copy_(_sink_gradient(grad[0], out[0], lse[0], sinks))
+        results[3].copy_(sink_gradient(grad[0], out[0], lse[0], sinks))
     return results
 
 
 @_backward_op.register_fake
 def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(query, key, value, rest[3])
+    return empty_gradients(query, key, value, rest[3])
 
 
 def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -119,25 +118,6 @@ def _differentiate(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | 
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save_for_backward)
-
-
-def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return _empty_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
-
-
-def _empty_gradients(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    to_query, to_key, to_value = (_empty_heads(tensor, tensor.shape[3]) for tensor in (query, key, value))
-    to_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return to_query, to_key, to_value, to_sinks
-
-
-def _empty_heads(like: Tensor, width: int) -> Tensor:
-    """[1, heads, T, width], with a token's heads side by side: models flatten them next, or come from there."""
-    batch, heads, tokens, _ = like.shape
-    return like.new_empty(batch, tokens, heads, width).transpose(1, 2)
 
 
 def _grouped_inputs(query: Tensor, key: Tensor, value: Tensor) -> _Inputs:
@@ -223,9 +203,3 @@ def _for_kernel(score: Score, *tensors: Tensor) -> list[Tensor]:
     if not score.softcap:
         tensors = tuple(torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors)
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
-
-
-def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient [Hq] of logits that take part in the softmax with a value of 0."""
-    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return -(weight * (grad * out).sum(-1, dtype=lse.dtype)).sum(-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
 from tree_compile.runtime.attention_score import Score
-from tree_compile.runtime.block_mask import tree_block_mask
+from tree_compile.runtime.block_mask import tile_of, tree_block_mask
 
 __all__ = ["flex_tree_attention"]
 
@@ -58,7 +58,7 @@ def _attend(
         _at_least_narrowest(key),
         _at_least_narrowest(value),
         score_mod=_score_mod(score),
-        block_mask=tree_block_mask(segments, position, subtree_end, score.window, score.chunk),
+        block_mask=tree_block_mask(segments, position, subtree_end, score.window, score.chunk, tile_of(query.shape[3])),
         scale=score.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=sinks is not None),

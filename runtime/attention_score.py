@@ -20,6 +20,14 @@ class Score(NamedTuple):
     pair_bias: Tensor | None = None
 
     @property
+    def options(self) -> frozenset[str]:
+        """Names of the options that it has, the scale left out."""
+        biases = {"key_bias": self.key_bias, "pair_bias": self.pair_bias}
+        numbers = {"window": self.window, "chunk": self.chunk, "softcap": self.softcap}
+        given = [name for name, bias in biases.items() if bias is not None]
+        return frozenset([*given, *(name for name, number in numbers.items() if number)])
+
+    @property
     def plain(self) -> bool:
         """Whether every ancestor is visible and nothing is done to the scaled products."""
-        return not (self.window or self.chunk or self.softcap) and self.key_bias is None and self.pair_bias is None
+        return not self.options

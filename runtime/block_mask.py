@@ -1,8 +1,14 @@
-"""Block masks for flex_attention, made on the host from segment intervals and never from [T, T] entries."""
+"""Block masks for flex_attention, made on the host from segment intervals and never from [T, T] entries.
+
+The tiles of a column are one run of rows. Token k is seen by the rows from k to `subtree_end[k]`, without a gap. So
+from the diagonal on, a column is needed as far down as the greatest `subtree_end` of its tokens, and visible throughout
+as far down as the least. Two numbers per column say all; windows and chunks then only drop tiles.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,17 +16,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["TILE", "tree_block_mask"]
+from tree_compile.runtime.transfers import READS_ON_HOST, to_device
+
+__all__ = ["NARROW_TILE", "TILE", "block_lists", "count_tiles", "tile_of", "tree_block_mask"]
 
 TILE = 128
+NARROW_TILE = 64
+_WIDEST_FOR_TILE = 192
 
 _TABLES = tuple(f"{kind}_{part}" for kind in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices"))
 
-Tiles = NDArray[np.bool_]
 Counts = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
-def tree_block_mask(segments: Tensor, position: Tensor, subtree_end: Tensor, window: int, chunk: int) -> BlockMask:
+class Tiles(NamedTuple):
+    """Tiles of a mask, by column and then by row: one entry each.
+
+    Attributes:
+        row: of queries, int64 [N].
+        column: of keys, int64 [N].
+        full: whether all of its pairs are visible, bool [N].
+    """
+
+    row: Counts
+    column: Counts
+    full: Flags
+
+
+def tile_of(width: int) -> int:
+    """Rows of a tile for heads that are `width` wide.
+
+    flex_attention's own tiles have to divide those of the mask. For heads of up to 192 some GPUs have tiles of 128 rows
+    by default. Wider ones do not fit in shared memory like that: there, tiles have 64 rows at most, and a mask as fine
+    as that leaves out more.
+    """
+    return TILE if width <= _WIDEST_FOR_TILE else NARROW_TILE
+
+
+def tree_block_mask(
+    segments: Tensor, position: Tensor, subtree_end: Tensor, window: int, chunk: int, tile: int = TILE
+) -> BlockMask:
     """The mask of `tree_attention` for flex_attention; can be traced by torch.compile with a dynamic row length.
 
     Args:
@@ -29,12 +65,13 @@ def tree_block_mask(segments: Tensor, position: Tensor, subtree_end: Tensor, win
         subtree_end: int64 [T] on the same device.
         window: as in `tree_attention`.
         chunk: as in `tree_attention`.
+        tile: rows and columns of a tile; `tile_of` says which are good.
 
     Returns:
-        A block mask of T by T with tiles of `TILE` rows. Without window and chunk it lists exactly the tiles that
-        `create_block_mask` lists; with them it may list a few empty tiles more, and a few full ones as partial.
+        A block mask of T by T. Without window and chunk it lists exactly the tiles that `create_block_mask` lists; with
+        them it may list a few empty tiles more, and a few full ones as partial.
     """
-    length, *tables = block_tables(segments, subtree_end, window, chunk)
+    length, *tables = block_tables(segments, subtree_end, window, chunk, tile)
 
     # Padding rows are roots of their own in `subtree_end`; `length` hides them even from themselves.
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -48,7 +85,7 @@ def tree_block_mask(segments: Tensor, position: Tensor, subtree_end: Tensor, win
     tokens = subtree_end.shape[0]
     return BlockMask(
         seq_lengths=(tokens, tokens),
-        BLOCK_SIZE=(TILE, TILE),
+        BLOCK_SIZE=(tile, tile),
         mask_mod=visible,
         **dict(zip(_TABLES, tables, strict=True)),
     )
@@ -56,97 +93,110 @@ def tree_block_mask(segments: Tensor, position: Tensor, subtree_end: Tensor, win
 
 # A custom op, since its sizes are known from T alone while its values are computed on the host. Its results are always
 # new tensors: compiled code may reuse their memory.
-@torch.library.custom_op("tree_compile::block_tables", mutates_args=())
-def block_tables(segments: Tensor, subtree_end: Tensor, window: int, chunk: int) -> list[Tensor]:
-    """Tokens without padding [1], then counts [1, 1, n] and tile indices [1, 1, n, n], int32, n = ceil(T / TILE).
+@torch.library.custom_op("tree_compile::block_tables", mutates_args=(), tags=READS_ON_HOST)
+def block_tables(segments: Tensor, subtree_end: Tensor, window: int, chunk: int, tile: int) -> list[Tensor]:
+    """Tokens without padding [1], then counts [1, 1, n] and tile indices [1, 1, n, n], int32, n = ceil(T / tile).
 
     In this order: partial tiles by row, full tiles by row, partial tiles by column, full tiles by column.
     """
-    tokens, device = subtree_end.shape[0], subtree_end.device
-    return [table.clone() for table in _cached_tables(segments.numpy().tobytes(), tokens, window, chunk, device)]
+    tokens = subtree_end.shape[0]
+    length, *lists = block_lists(segments.numpy().tobytes(), tokens, window, chunk, tile, subtree_end.device)
+    tables = [length.clone()]
+    for count, place, other in zip(*[iter(lists)] * 3, strict=True):
+        n = len(count)
+        indices = count.new_zeros(n * n).scatter_(0, place.long(), other)
+        tables += [count.clone()[None, None], indices.view(1, 1, n, n)]
+    return tables
 
 
 @block_tables.register_fake
-def _(segments: Tensor, subtree_end: Tensor, window: int, chunk: int) -> list[Tensor]:  # noqa: ARG001
-    tiles = (subtree_end.shape[0] + TILE - 1) // TILE
+def _(segments: Tensor, subtree_end: Tensor, window: int, chunk: int, tile: int) -> list[Tensor]:  # noqa: ARG001
+    tiles = (subtree_end.shape[0] + tile - 1) // tile
     shapes = [(1, 1, tiles), (1, 1, tiles, tiles)] * 4
     return [subtree_end.new_empty(shape, dtype=torch.int32) for shape in [(1,), *shapes]]
 
 
-# All layers of a model ask for the same few.
+# All layers of a model ask for the same few. What is listed goes to the device, and not the tables, which are nearly
+# empty: those have a quarter of a gigabyte for 262,144 tokens.
 @lru_cache(maxsize=4)
-def _cached_tables(segments: bytes, tokens: int, window: int, chunk: int, device: torch.device) -> tuple[Tensor, ...]:
+def block_lists(
+    segments: bytes, tokens: int, window: int, chunk: int, tile: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Tokens without padding [1], then `_listed` of the four kinds of `block_tables`; int32, views of one buffer."""
     table = np.frombuffer(segments, np.int64).reshape(-1, 5)
-    partial, full = tile_kinds(table, tokens, window, chunk)
-    tables = [np.array([table[:, 1].max()], np.int32)]
-    for tiles in (partial, full, partial.T, full.T):
-        tables += _listed(tiles)
-    return tuple(torch.from_numpy(array).to(device) for array in tables)
+    tiles = tiles_of(table, tokens, window, chunk, tile)
+    n = -(-tokens // tile)
+    by_row = np.argsort(tiles.row.astype(np.min_scalar_type(n)), kind="stable")
+    arrays = [table[:, 1].max(keepdims=True)]
+    for first, other, full in (
+        (tiles.row[by_row], tiles.column[by_row], tiles.full[by_row]),
+        (tiles.column, tiles.row, tiles.full),
+    ):
+        arrays += [*_listed(first[~full], other[~full], n), *_listed(first[full], other[full], n)]
+    packed = to_device(np.concatenate(arrays, dtype=np.int32), device)
+    return packed.split([len(array) for array in arrays])
 
 
-def tile_kinds(table: Counts, tokens: int, window: int, chunk: int) -> tuple[Tiles, Tiles]:
-    """Which tiles [n, n], queries first, need the mask entry by entry, and which are visible throughout."""
-    pairs = _pairs_below_diagonal(table, tokens)
-    some = pairs > 0
-    full = np.tril(pairs == TILE * TILE, -1)
-    if window or chunk:
-        near, within = _position_bounds(table, tokens, window, chunk)
-        some, full = some & near, full & within
-    return some & ~full, full
+def tiles_of(table: Counts, tokens: int, window: int, chunk: int, tile: int) -> Tiles:
+    """The tiles in which some pair is visible; with window or chunk, perhaps a few more."""
+    stop, full_stop = _column_ends(table, tokens, tile)
+    n = len(stop)
+    count = np.maximum(stop - np.arange(n), 0)
+    column = np.repeat(np.arange(n), count)
+    row = column + _place_in_run(count)
+    tiles = Tiles(row, column, (row > column) & (row < full_stop[column]))
+    return _within(tiles, *_positions(table, n, tile), window, chunk) if window or chunk else tiles
 
 
-def _pairs_below_diagonal(table: Counts, tokens: int) -> Counts:
-    """Entries of each tile on or below the diagonal tile in which a key's segment holds or is above the query's.
-
-    Strictly below the diagonal tiles this is the number of visible pairs.
-    """
-    tiles = (tokens + TILE - 1) // TILE
-    edges = np.arange(tiles + 1) * TILE
-    pairs = np.zeros((tiles, tiles), np.int64)
-    for start, end, last, _, _ in table.tolist():
-        if start == end:
-            continue
-        first, key_stop, query_stop = start // TILE, (end - 1) // TILE + 1, (last - 1) // TILE + 1
-        queries = _overlap(edges[first : query_stop + 1], start, last)
-        keys = _overlap(edges[first : key_stop + 1], start, end)
-        pairs[first:query_stop, first:key_stop] += np.outer(queries, keys)
-    return np.tril(pairs)
+def count_tiles(table: Counts, tokens: int, tile: int) -> tuple[int, int]:
+    """How many tiles need the mask entry by entry, and how many are visible throughout, without window and chunk."""
+    stop, full_stop = _column_ends(table, tokens, tile)
+    diagonal = np.arange(len(stop))
+    full = int(np.maximum(full_stop - diagonal - 1, 0).sum())
+    return int(np.maximum(stop - diagonal, 0).sum()) - full, full
 
 
-def _overlap(edges: Counts, start: int, end: int) -> Counts:
-    """How many rows of [start, end) lie between each pair of neighbouring edges."""
-    inside = np.clip(edges, start, end)
-    return np.diff(inside)
+def _column_ends(table: Counts, tokens: int, tile: int) -> tuple[Counts, Counts]:
+    """For each column of tiles one past the last row that is needed, and one past the last that is full: [n] each."""
+    ends = _by_tile(table[:, 2], table, -(-tokens // tile), tile)
+    # Behind the last token everything is 0: no column of padding is needed, and none with padding is full.
+    return -(-ends.max(1) // tile), ends.min(1) // tile
 
 
-def _position_bounds(table: Counts, tokens: int, window: int, chunk: int) -> tuple[Tiles, Tiles]:
-    """Tiles in which some pair can be within window and chunk, and tiles in which all pairs are."""
-    low, high = _tile_positions(table, tokens)
-    queries_low, queries_high = low[:, None], high[:, None]
-    near = within = np.ones((len(low), len(low)), bool)
-    if window:
-        near = near & (queries_low - high < window)
-        within = within & (queries_high - low < window)
-    if chunk:
-        near = near & (queries_low // chunk <= high // chunk) & (queries_high // chunk >= low // chunk)
-        within = within & (queries_low // chunk == high // chunk) & (queries_high // chunk == low // chunk)
-    return near, within
+def _by_tile(values: Counts, table: Counts, n: int, tile: int) -> Counts:
+    """A value of each segment for its tokens, [n, tile]; 0 behind the last one."""
+    per_token = np.repeat(values, table[:, 1] - table[:, 0])
+    return np.pad(per_token, (0, n * tile - len(per_token))).reshape(n, tile)
 
 
-def _tile_positions(table: Counts, tokens: int) -> tuple[Counts, Counts]:
+def _positions(table: Counts, n: int, tile: int) -> tuple[Counts, Counts]:
     """Lowest and highest position in each tile; padding does not count."""
-    tiles = (tokens + TILE - 1) // TILE
-    low = np.full(tiles * TILE, np.iinfo(np.int64).max // 2)
-    high = np.full(tiles * TILE, -1)
-    for start, end, _, _, first in table.tolist():
-        low[start:end] = high[start:end] = np.arange(first, first + end - start)
-    return low.reshape(tiles, TILE).min(1), high.reshape(tiles, TILE).max(1)
+    row = np.arange(n * tile).reshape(n, tile)
+    position = row + _by_tile(table[:, 4] - table[:, 0], table, n, tile)
+    is_token = row < table[:, 1].max()
+    low = position.min(1, where=is_token, initial=np.iinfo(np.int64).max)
+    return low, position.max(1, where=is_token, initial=-1)
 
 
-def _listed(tiles: Tiles) -> list[NDArray[np.int32]]:
-    """Counts [1, 1, n] and ascending indices [1, 1, n, n] of the marked tiles of each row; 0 behind the last."""
-    count = tiles.sum(1, dtype=np.int32)
-    rows, columns = np.nonzero(tiles)
-    indices = np.zeros(tiles.shape, np.int32)
-    indices[rows, np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)] = columns
-    return [count[None, None], indices[None, None]]
+def _within(tiles: Tiles, low: Counts, high: Counts, window: int, chunk: int) -> Tiles:
+    """The tiles in which some pair can be within window and chunk; full ones where all pairs are."""
+    query_low, query_high = low[tiles.row], high[tiles.row]
+    key_low, key_high = low[tiles.column], high[tiles.column]
+    near = within = np.ones(len(tiles.row), bool)
+    if window:
+        near, within = near & (query_low - key_high < window), within & (query_high - key_low < window)
+    if chunk:
+        near = near & (query_low // chunk <= key_high // chunk) & (query_high // chunk >= key_low // chunk)
+        within = within & (query_low // chunk == key_high // chunk) & (query_high // chunk == key_low // chunk)
+    return Tiles(tiles.row[near], tiles.column[near], (tiles.full & within)[near])
+
+
+def _listed(first: Counts, other: Counts, n: int) -> tuple[Counts, Counts, Counts]:
+    """How many tiles each of `first` has, ascending, where in a table [n, n] they stand, and what stands there."""
+    count = np.bincount(first, minlength=n)
+    return count, first * n + _place_in_run(count), other
+
+
+def _place_in_run(count: Counts) -> Counts:
+    """0, 1, … for each count, one after the other."""
+    return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)

@@ -277,16 +277,16 @@ def test_check_reports_outputs_and_gradients(tree_model: TreeModel) -> None:
 
 
 def test_check_finds_a_wrong_result(tree_model: TreeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tree_compile import inputs
+    from tree_compile import pipeline
 
-    right = inputs.row_inputs
+    right = pipeline.graph_inputs
 
-    def wrong(row: Any, device: torch.device, least: int) -> tuple[Any, ...]:
-        tokens, *plan = right(row, device, least)
+    def wrong(row: Any, device: torch.device, **options: Any) -> tuple[Any, ...]:
+        tokens, *plan = right(row, device, **options)
         return tokens.flip(1), *plan
 
     assert tree_model.check(SEQUENCES).ok
-    monkeypatch.setattr(inputs, "row_inputs", wrong)
+    monkeypatch.setattr(pipeline, "graph_inputs", wrong)
     report = tree_model.check(SEQUENCES)
     assert not report.ok
     assert "NOT EQUAL" in str(report)

@@ -23,7 +23,7 @@ from tree_compile.explain import Explanation, explain
 from tree_compile.modes import evaluation, without_hooks_on_saved_tensors
 from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
-from tree_compile.programs import BACKENDS, Program, make_program, prove_further
+from tree_compile.programs import ATTENTION, BACKENDS, Program, make_program, prove_further
 from tree_compile.rehearsal import grow
 from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
 from tree_compile.runtime.plan import Plan
@@ -49,6 +49,7 @@ class TreeModel(nn.Module):
         model: the model.
         plan_options: keyword arguments of `plan_rows`.
         backend: one of BACKENDS.
+        attention: one of ATTENTION.
         keywords: constant keyword arguments of every call of the model.
         self_check: compare with the unpacked model at the first call.
     """
@@ -59,6 +60,7 @@ class TreeModel(nn.Module):
         plan_options: Mapping[str, Any],
         *,
         backend: str,
+        attention: str,
         keywords: Mapping[str, Any],
         self_check: bool,
     ) -> None:
@@ -69,6 +71,7 @@ class TreeModel(nn.Module):
         object.__setattr__(self, "unpacked", model)
         self._plan_options = plan_options
         self._backend = backend
+        self._attention = attention
         self._keywords = keywords
         self._self_check = self_check
         self._programs: dict[_Place, tuple[State, Program]] = {}
@@ -286,7 +289,7 @@ class TreeModel(nn.Module):
         check_not_wrapped(plain.model)
         check_inputs(plain.input_names)
         check_tokens(plain)
-        program = make_program(plain, self._backend)
+        program = make_program(plain, self._backend, self._attention)
         return check_program(plain, program) if self._self_check else program
 
     def _made_sure(self, program: Program, plain: PlainModel, rows: Sequence[Row]) -> Program:
@@ -319,6 +322,7 @@ def treecompile(
     objective: str = "rows",
     backend: str = "inductor",
     *,
+    attention: str = "auto",
     pad_rows: bool = False,
     plan_seconds: float = PLAN_SECONDS,
     forward_kwargs: Mapping[str, Any] | None = None,
@@ -337,6 +341,9 @@ def treecompile(
         min_shared_tokens: shared prefixes shorter than this are computed for each sequence.
         objective: "rows" for the fewest rows, "tokens" for the fewest tokens.
         backend: "inductor" compiles the rewritten model, "eager" runs it as it is.
+        attention: what computes attention on CUDA; nothing elsewhere. "flex": flex_attention. "flash": kernels of flash
+            attention; a model is refused where they cannot compute it. "auto": for each row what is estimated to be
+            faster, and flex_attention wherever the others cannot. docs/gpu.md says what they can.
         pad_rows: pad every row to `row_tokens`.
         plan_seconds: how long rows are improved before a call; 0 takes the best construction.
         forward_kwargs: constant keyword arguments of every call of the model.
@@ -354,6 +361,7 @@ def treecompile(
     check_not_wrapped(model)
     check_keywords(forward_kwargs or {})
     check_choice("backend", backend, BACKENDS)
+    check_choice("attention", attention, ATTENTION)
     plan_options: dict[str, Any] = {
         "row_tokens": row_tokens,
         "min_shared_tokens": min_shared_tokens,
@@ -364,4 +372,6 @@ def treecompile(
     check_options(**plan_options)
     keywords = {**default_keywords(model), **(forward_kwargs or {})}
     threading.Thread(target=_warm_up, daemon=True).start()
-    return TreeModel(model, plan_options, backend=backend, keywords=keywords, self_check=self_check)
+    return TreeModel(
+        model, plan_options, backend=backend, attention=attention, keywords=keywords, self_check=self_check
+    )

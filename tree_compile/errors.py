@@ -11,6 +11,7 @@ __all__ = [
     "DropoutError",
     "EmptySequenceError",
     "InputError",
+    "KernelError",
     "LengthDependentError",
     "LostGradientError",
     "OutputError",
@@ -148,6 +149,10 @@ class LengthDependentError(RefusedModelError):
 
 class DropoutError(RefusedModelError):
     """Attention dropout is active."""
+
+
+class KernelError(RefusedModelError):
+    """Kernels were asked for that cannot compute the model's attention."""
 
 
 class UnsupportedOutputError(RefusedModelError):

@@ -54,6 +54,7 @@ class Explanation:
         blocks: number of blocks, and how many of them have code of their own.
         rows: what layers that carry a state do for the rows that were asked for.
         asked_rows: how many rows were asked for.
+        kernels: what computes attention, where there is a choice.
     """
 
     findings: tuple[Finding, ...]
@@ -62,6 +63,7 @@ class Explanation:
     blocks: tuple[int, int]
     rows: tuple[RowStates, ...] = ()
     asked_rows: int = 0
+    kernels: str = ""
 
     def __str__(self) -> str:
         lines = [_findings_text(alike) for alike in _alike(self.findings)]
@@ -69,6 +71,7 @@ class Explanation:
         if self.vocabulary is not None:
             lines.append(f"token ids below {self.vocabulary}")
         lines.append(f"{count_of(self.blocks[0], 'block')}, {self.blocks[1]} of them with code of their own")
+        lines += [self.kernels] if self.kernels else []
         lines.append("every other operation is proved to work token by token")
         lines += map(str, self.rows)
         if self.asked_rows and not self.rows:
@@ -104,7 +107,16 @@ def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
     blocks = (len(program.blocks.blocks), program.blocks.distinct)
     states = sum(finding.state_bytes for finding in findings)
     costs = tuple(_row_states(row, states) for row in rows if states)
-    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, costs, len(rows))
+    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, costs, len(rows), _kernels(program))
+
+
+def _kernels(program: Program) -> str:
+    """Which attentions may be computed by kernels of flash attention, row by row."""
+    if program.flash is None:
+        return ""
+    graph = program.flash.graph
+    others = f", the other {graph.others} by flex_attention" if graph.others else ""
+    return f"{count_of(graph.layers, 'attention')} by flex_attention or flash attention, whichever is faster{others}"
 
 
 def _row_states(row: Row, bytes_per_chunk: int) -> RowStates:

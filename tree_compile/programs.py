@@ -12,6 +12,7 @@ from tree_compile.blocks import Blocks, as_it_is, compiled
 from tree_compile.call_settings import CallSettings
 from tree_compile.failures import of_tables
 from tree_compile.heads import RowHead
+from tree_compile.passes.flash import FlashGraph, flash_graph
 from tree_compile.passes.head import find_head
 from tree_compile.pipeline import Rewritten, rewrite_model
 from tree_compile.row_result import RowResult
@@ -19,6 +20,8 @@ from tree_compile.runtime.row import Row
 from tree_compile.unpacked import PlainModel
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
+ATTENTION = ("auto", "flex", "flash")
+"""What may compute attention on CUDA: by row the faster one of the others, flex_attention, or flash attention."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,17 @@ class Program:
         rewritten: the model's rewritten graph.
         blocks: the same, split and compiled.
         device: where its inputs have to be.
+        attention: one of ATTENTION.
+        flash: where rows may take either, the same with kernels of flash attention, compiled when a row first takes it:
+            a choice inside of the compiled code would be made anew, and compiled, for every tree.
         checked: whether it was compared with the unpacked model.
     """
 
     rewritten: Rewritten
     blocks: Blocks
     device: torch.device
+    attention: str = "auto"
+    flash: FlashProgram | None = None
     checked: bool = False
 
     def run(self, row: Row) -> RowResult:
@@ -43,6 +51,8 @@ class Program:
         Raises:
             TokenRangeError: one of the model's tables has no entry for a number of the row.
         """
+        if self.flash is not None and self.flash.graph.is_faster(row):
+            return self.flash.program.run(row)
         with of_tables(row):
             tensors = self.blocks(*self.rewritten.inputs(row, self.device))
         settings = CallSettings.now(self.device.type)
@@ -64,18 +74,42 @@ class Program:
         return RowResult(row, tuple(parts), settings, place, self.rewritten.router_places, head)
 
 
-def make_program(plain: PlainModel, backend: str) -> Program:
+@dataclass(frozen=True)
+class FlashProgram:
+    """A program with kernels of flash attention.
+
+    Attributes:
+        program: the program.
+        graph: its graph, which says for which rows it is the faster one.
+    """
+
+    program: Program
+    graph: FlashGraph
+
+
+def make_program(plain: PlainModel, backend: str, attention: str) -> Program:
     """Captures, rewrites, splits and compiles a model in the mode that it is in.
 
     Args:
         plain: the model.
         backend: one of BACKENDS.
+        attention: one of ATTENTION.
 
     Raises:
-        RefusedModelError: the model cannot be proved exact on a prefix tree.
+        RefusedModelError: the model cannot be proved exact on a prefix tree, or flash attention cannot compute it.
     """
-    rewritten = rewrite_model(plain)
-    return Program(rewritten, _blocks_of(rewritten, backend), plain.device)
+    return _program_of(rewrite_model(plain), backend, plain.device, attention)
+
+
+def _program_of(rewritten: Rewritten, backend: str, device: torch.device, attention: str) -> Program:
+    found = None if attention == "flex" else flash_graph(rewritten.graph_module, require_all=attention == "flash")
+    if found is None:
+        return Program(rewritten, _blocks_of(rewritten, backend), device, attention)
+    by_flash = replace(rewritten, graph_module=found.graph_module)
+    flash = Program(by_flash, _blocks_of(by_flash, backend), device, attention)
+    if attention == "flash":
+        return flash
+    return Program(rewritten, _blocks_of(rewritten, backend), device, attention, FlashProgram(flash, found))
 
 
 def _blocks_of(rewritten: Rewritten, backend: str) -> Blocks:
@@ -94,9 +128,10 @@ def prove_further(program: Program, plain: PlainModel, backend: str, tokens: int
     the program has not been checked yet.
 
     Raises:
-        RefusedModelError: at longer lengths, the model cannot be proved exact on a prefix tree.
+        RefusedModelError: as `make_program`, at longer lengths.
     """
     rewritten = rewrite_model(plain, 1 << (tokens - 1).bit_length(), program.rewritten.example_tokens)
     if rewritten.trail.stages["rewritten"] == program.rewritten.trail.stages["rewritten"]:
-        return replace(program, rewritten=rewritten)
-    return replace(program, rewritten=rewritten, blocks=_blocks_of(rewritten, backend), checked=False)
+        # The graph says the same; that of the program may have kernels of flash attention.
+        return replace(program, rewritten=replace(rewritten, graph_module=program.rewritten.graph_module))
+    return _program_of(rewritten, backend, program.device, program.attention)

@@ -207,32 +207,33 @@ def check_program(plain: PlainModel, program: Program) -> Program:
     """
     if not program.rewritten.random:
         self_check(plain, program)
-    elif not _checked_without_dropout(plain):
+    elif not _checked_without_dropout(plain, program.attention):
         with evaluation(plain.model):
-            self_check(plain, make_program(plain, "eager"))
+            self_check(plain, make_program(plain, "eager", program.attention))
     return replace(program, checked=True)
 
 
-def _checked_without_dropout(plain: PlainModel) -> bool:
+def _checked_without_dropout(plain: PlainModel, attention: str) -> bool:
     """Checks what the model does in its own mode; False where it draws random numbers without dropout too."""
     with without_dropout():
-        calm = make_program(plain, "eager")
+        calm = make_program(plain, "eager", attention)
         if not calm.rewritten.random:
             self_check(plain, calm)
     return not calm.rewritten.random
 
 
 def self_check(plain: PlainModel, program: Program) -> None:
-    """Runs a small random tree through the rewritten graph and through the model.
+    """Runs a small random tree through the rewritten graph, with either kernels, and through the model.
 
     Indexers keep fewer keys in both: those of real models keep more than the tree has.
 
     Raises:
         SelfCheckError: they differ by more than rounding.
     """
-    report = _report_of_small_tree(plain, program)
-    if not report.ok:
-        raise _differs(report)
+    for own in (program, *([] if program.flash is None else [program.flash.program])):
+        report = _report_of_small_tree(plain, own)
+        if not report.ok:
+            raise _differs(report)
     if report.ties:
         _LOG.warning(
             "An indexer of %s chose among equal scores %d times in the comparison of the first call. The tree model "

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.runtime.attention_reference import visible_pairs
-from tests.runtime.trees import random_forest, row_tensors, segment_table
-from tree_compile.runtime.block_mask import TILE, tree_block_mask
+from tests.runtime.trees import Spec, random_forest, row_tensors, segment_table
+from tree_compile.runtime.block_mask import NARROW_TILE, TILE, tile_of, tree_block_mask
 
 KINDS = ("kv", "full_kv", "q", "full_q")
+TILES = (NARROW_TILE, TILE)
 
 
 def tiles(mask: BlockMask, kind: str) -> Tensor:
@@ -25,39 +26,81 @@ def tiles(mask: BlockMask, kind: str) -> Tensor:
     return listed
 
 
-def masks(seed: int, window: int, chunk: int) -> tuple[BlockMask, BlockMask, Tensor]:
-    """Ours, torch's of the same function, and the visible pairs, of a random tree with padding."""
+def chain(rng: random.Random) -> list[Spec]:
+    """Segments one below the other."""
+    spec: Spec = (rng.randint(1, 200), [])
+    for _ in range(rng.randint(1, 8)):
+        spec = (rng.randint(1, 100), [spec])
+    return [spec]
+
+
+def star(rng: random.Random) -> list[Spec]:
+    """One prompt, and endings of any length."""
+    return [(rng.randint(1, 400), [(rng.randint(1, 150), []) for _ in range(rng.randint(2, 6))])]
+
+
+def one_token_segments(rng: random.Random) -> list[Spec]:
+    """Several roots, nearly all segments of one token."""
+    return random_forest(rng, rng.randint(50, 400), 1) + [(rng.randint(1, 200), [])]
+
+
+def forks(rng: random.Random) -> list[Spec]:
+    """Branches upon branches, of up to so many tokens each."""
+    return random_forest(rng, rng.choice([3, 300, 900]), rng.choice([2, 60, 500]))
+
+
+SHAPES = (chain, star, one_token_segments, forks)
+
+
+def masks(seed: int, tile: int, window: int = 0, chunk: int = 0) -> tuple[BlockMask, BlockMask, Tensor]:
+    """Ours, torch's of the same function, and the visible pairs, of a random tree with or without padding."""
     rng = random.Random(seed)
-    table = segment_table(random_forest(rng, rng.choice([3, 300, 900]), rng.choice([2, 60, 500])))
+    table = segment_table(SHAPES[seed % len(SHAPES)](rng))
     tokens = int(table[:, 2].max()) + rng.choice([0, 5, 2 * TILE])
-    ours = tree_block_mask(table, *row_tensors(table, tokens), window, chunk)
-    theirs = create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=TILE)
+    ours = tree_block_mask(table, *row_tensors(table, tokens), window, chunk, tile)
+    theirs = create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=tile)
     return ours, theirs, visible_pairs(table, tokens, window, chunk)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1, 0), (90, 0), (0, 70), (150, 200)])
 def test_mask_function_is_the_definition(seed: int, window: int, chunk: int) -> None:
-    ours, _, visible = masks(seed, window, chunk)
+    ours, _, visible = masks(seed, TILE, window, chunk)
     rows = torch.arange(len(visible))
     assert torch.equal(ours.mask_mod(rows, rows, rows[:, None], rows[None, :]), visible)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_tiles_are_exactly_those_of_create_block_mask(seed: int) -> None:
-    ours, theirs, _ = masks(seed, 0, 0)
-    for kind in KINDS:
-        assert torch.equal(tiles(ours, kind), tiles(theirs, kind))
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_tiles_are_exactly_those_of_create_block_mask(first: int, tile: int) -> None:
+    for seed in range(first, first + 20):
+        ours, theirs, _ = masks(seed, tile)
+        for kind in KINDS:
+            assert torch.equal(tiles(ours, kind), tiles(theirs, kind))
 
 
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("window", "chunk"), [(1, 0), (90, 0), (400, 0), (0, 70), (150, 200), (0, 5000)])
-def test_windowed_tiles_leave_out_nothing_and_fill_nothing(seed: int, window: int, chunk: int) -> None:
-    ours, theirs, _ = masks(seed, window, chunk)
+def test_windowed_tiles_leave_out_nothing_and_fill_nothing(seed: int, window: int, chunk: int, tile: int) -> None:
+    ours, theirs, _ = masks(seed, tile, window, chunk)
     for partial, full in (("kv", "full_kv"), ("q", "full_q")):
         needed = tiles(theirs, partial) | tiles(theirs, full)
         assert not (needed & ~(tiles(ours, partial) | tiles(ours, full))).any()
         assert not (tiles(ours, full) & ~tiles(theirs, full)).any()
+
+
+def test_tiles_are_listed_in_ascending_order() -> None:
+    ours, theirs, _ = masks(3, NARROW_TILE)
+    for kind in KINDS:
+        counts = getattr(ours, f"{kind}_num_blocks")[0, 0].tolist()
+        for place, count in enumerate(counts):
+            listed, expected = (getattr(mask, f"{kind}_indices")[0, 0, place, :count] for mask in (ours, theirs))
+            assert torch.equal(listed, expected)
+
+
+def test_wide_heads_have_narrow_tiles() -> None:
+    assert [tile_of(width) for width in (16, 64, 128, 192, 256, 576)] == [TILE] * 4 + [NARROW_TILE] * 2
 
 
 def test_window_bounds_the_tiles_of_a_long_row() -> None:
@@ -84,4 +127,4 @@ def test_tables_are_new_tensors_each_time() -> None:
 def test_tables_op_passes_the_library_checks() -> None:
     table = segment_table([(300, [(20, [])])])
     _, subtree_end = row_tensors(table, 320)
-    torch.library.opcheck(torch.ops.tree_compile.block_tables.default, (table, subtree_end, 5, 0))
+    torch.library.opcheck(torch.ops.tree_compile.block_tables.default, (table, subtree_end, 5, 0, TILE))

@@ -1,0 +1,107 @@
+"""A rewritten graph -> the same with kernels of flash attention, where they can compute what it has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tree_compile.errors import KernelError
+from tree_compile.passes.autocast import AUTOCAST_OFF
+from tree_compile.passes.source import source_line
+from tree_compile.runtime.attention import tree_attention
+from tree_compile.runtime.block_mask import tile_of
+from tree_compile.runtime.flash_choice import flash_is_faster
+from tree_compile.runtime.flash_forms import AttentionForm, chooses_kernels, why_not_flash
+from tree_compile.runtime.row import Row
+
+__all__ = ["FlashGraph", "flash_graph"]
+
+_OPTIONS = frozenset({"window", "chunk", "softcap", "key_bias", "pair_bias"})
+
+
+@dataclass(frozen=True)
+class FlashGraph:
+    """A graph that calls kernels of flash attention.
+
+    Attributes:
+        graph_module: the graph, with the parameters of the one that it was made from.
+        layers: how many attentions are by these kernels.
+        others: how many are not.
+        heads: query heads of the first of them.
+        tile: rows of a tile of flex_attention in its place.
+    """
+
+    graph_module: fx.GraphModule
+    layers: int
+    others: int
+    heads: int
+    tile: int
+
+    def is_faster(self, row: Row) -> bool:
+        """Whether the row is estimated to be faster with it than with flex_attention."""
+        return flash_is_faster(row.segments, row.length + row.padding, self.heads, self.tile)
+
+
+def flash_graph(graph_module: fx.GraphModule, require_all: bool) -> FlashGraph | None:
+    """The graph with kernels of flash attention; None where it has no attention on CUDA that they can compute.
+
+    Args:
+        graph_module: a rewritten graph, which stays as it is.
+        require_all: refuse a graph that has an attention that they cannot compute.
+
+    Raises:
+        KernelError: it has one, and `require_all` is True.
+    """
+    graph = copy.deepcopy(graph_module.graph)
+    nodes = [node for node in graph.nodes if _is_attention(node) and chooses_kernels(_operand(node, 0).device)]
+    able = [node for node in nodes if _can(node, require_all)]
+    if not able:
+        return None
+    for node in able:
+        node.kwargs = {**node.kwargs, "kernels": "flash"}
+    heads, width = (int(_operand(able[0], 0).shape[dim]) for dim in (1, 3))
+    made = fx.GraphModule(graph_module, graph, class_name=type(graph_module).__name__)
+    return FlashGraph(made, len(able), len(nodes) - len(able), heads, tile_of(width))
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return getattr(node.target, "__wrapped__", node.target) is tree_attention
+
+
+def _operand(node: fx.Node, place: int) -> torch.Tensor:
+    """What is known of query (0), key (1) or value (2)."""
+    # A call with autocast switched off has the type of device before them.
+    operands: Sequence[Any] = node.args[-6:]
+    value: torch.Tensor = operands[place].meta["val"]
+    return value
+
+
+def _can(node: fx.Node, require: bool) -> bool:
+    reason = why_not_flash(_form(node))
+    if reason is not None and require:
+        raise KernelError(
+            "The kernels of flash attention cannot compute this attention.",
+            where=source_line(node),
+            why=f"{reason.why}.",
+            hint=reason.hint,
+        )
+    return reason is None
+
+
+def _form(node: fx.Node) -> AttentionForm:
+    query, value = _operand(node, 0), _operand(node, 2)
+    width = max(int(query.shape[3]), int(value.shape[3]))
+    return AttentionForm(query.device, _dtype(node, query), width, _OPTIONS & node.kwargs.keys())
+
+
+def _dtype(node: fx.Node, query: torch.Tensor) -> torch.dtype:
+    """What attention computes in: under autocast its dtype, unless the model has that off there."""
+    device = query.device.type
+    if AUTOCAST_OFF in node.meta or not torch.is_autocast_enabled(device):
+        return query.dtype
+    return torch.get_autocast_dtype(device)

@@ -1,0 +1,70 @@
+"""Which attention the kernels of flash attention can compute on a tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tree_compile.runtime.flash_kernels import has_capped_kernels, has_kernels, widest_head
+
+__all__ = ["AttentionForm", "Reason", "chooses_kernels", "why_not_flash"]
+
+
+class AttentionForm(NamedTuple):
+    """What is known of an attention before there is a row.
+
+    Attributes:
+        device: where it is computed.
+        dtype: of query, key and value, as the kernels would get them.
+        width: of the wider of keys and values.
+        options: names of the options of `tree_attention` that it has.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+    options: frozenset[str]
+
+
+def chooses_kernels(device: torch.device) -> bool:
+    """Whether there is a choice between flex_attention and kernels of flash attention: on CUDA."""
+    return device.type == "cuda"
+
+
+class Reason(NamedTuple):
+    """Why the kernels cannot compute an attention, and what to try."""
+
+    why: str
+    hint: str
+
+
+_AUTO = 'leave attention="auto", which takes flex_attention here.'
+_UNKNOWN_OPTIONS = {
+    "window": "it has a sliding window, which goes along a path; the kernels' own goes along the tokens of a segment",
+    "chunk": "it is in chunks of positions, which the kernels do not know",
+    "key_bias": "it has a bias per key, which the kernels do not take",
+    "pair_bias": "it has a mask or bias of all pairs, which the kernels do not take",
+}
+
+
+def why_not_flash(form: AttentionForm) -> Reason | None:
+    """Why the kernels cannot compute an attention; None where they can."""
+    for option, why in _UNKNOWN_OPTIONS.items():
+        if option in form.options:
+            return Reason(why, _AUTO)
+    if form.dtype not in (torch.float16, torch.bfloat16):
+        name = str(form.dtype).removeprefix("torch.")
+        return Reason(f"the kernels take float16 and bfloat16, not {name}", "call the model under torch.autocast.")
+    if not has_kernels(form.device):
+        return Reason(
+            f"torch has no flash attention for the device {form.device}",
+            "use a build of torch for CUDA and a GPU from Ampere on, or " + _AUTO,
+        )
+    if form.width > widest_head(form.device):
+        return Reason(f"its heads are {form.width} wide, and the kernels take {widest_head(form.device)}", _AUTO)
+    if "softcap" in form.options and not has_capped_kernels():
+        return Reason(
+            "it has a soft cap, which torch's kernels have not", "install flash-attn 2.7 or newer, or " + _AUTO
+        )
+    return None

@@ -1,0 +1,157 @@
+"""`treecompile(…, attention=…)` on whole models, with kernels of flash attention computed by their definition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.differential.trees import random_sequences
+from tests.passes.model import TREE, Model
+from tests.runtime.varlen_reference import reference_kernels
+from tree_compile import treecompile
+from tree_compile.errors import KernelError
+from tree_compile.models.dense import Dense, DenseConfig
+from tree_compile.passes import flash
+from tree_compile.runtime import attention, flash_attention, flash_forms
+from tree_compile.runtime.flash_forms import Reason
+
+VOCABULARY = 31
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a device with kernels, which take float64, and nothing but what they take on any device."""
+
+    def why_not(form: flash_forms.AttentionForm) -> Reason | None:
+        return flash_forms.why_not_flash(form._replace(dtype=torch.bfloat16))
+
+    for module in (attention, flash):
+        monkeypatch.setattr(module, "chooses_kernels", lambda _: True)
+        monkeypatch.setattr(module, "why_not_flash", why_not)
+    monkeypatch.setattr(flash_forms, "has_kernels", lambda _: True)
+    monkeypatch.setattr(flash_forms, "widest_head", lambda _: 256)
+    monkeypatch.setattr(flash_attention, "kernels_for", reference_kernels)
+    # What would be flex_attention on a GPU.
+    monkeypatch.setattr(attention, "flex_tree_attention", by_the_cpu_op)
+
+
+def by_the_cpu_op(query, key, value, segments, _position, _subtree_end, sinks, score):
+    options = (score.key_bias, score.pair_bias, score.scale, score.window, score.chunk, score.softcap)
+    return attention.attention_op(query, key, value, segments, sinks, *options)[0]
+
+
+def model() -> Dense:
+    torch.manual_seed(0)
+    return Dense(DenseConfig(vocab_size=VOCABULARY, width=32, layers=2, hidden=16)).double()
+
+
+def windowed(model, x):
+    """Attention over the last 5 tokens."""
+    places = torch.arange(x.shape[1])
+    near = (places <= places[:, None]) & (places[:, None] - places < 5)
+    return F.scaled_dot_product_attention(model.inner(x)[:, None], x[:, None], x[:, None], attn_mask=near)[:, 0]
+
+
+def capped(model, x):
+    """Attention with scores of up to 3."""
+    scores = 3 * torch.tanh(model.inner(x) @ x.mT / 3)
+    return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf")).softmax(-1) @ x
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of queries with each causal call of a flash kernel."""
+    found: list[int] = []
+
+    def kernels(softcap: float) -> flash_attention.FlashKernels:
+        exact = reference_kernels(softcap)
+
+        def forward(query, key, value, call, *rest):
+            if call.causal:
+                found.append(len(query))
+            return exact.forward(query, key, value, call, *rest)
+
+        return exact._replace(forward=forward)
+
+    monkeypatch.setattr(flash_attention, "kernels_for", kernels)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_model_by_flash_attention_equals_the_unpacked_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch)
+    tree_model = treecompile(model(), backend="eager", attention="flash", min_shared_tokens=1)
+    sequences = random_sequences(seed, VOCABULARY)
+    report = tree_model.check(sequences)
+    assert max(report.greatest_output_difference, report.greatest_gradient_difference) < 1e-9
+    assert calls[-1] == tree_model.plan(sequences).packed_tokens
+
+
+def test_compiled_model_by_flash_attention_equals_the_unpacked_model() -> None:
+    tree_model = treecompile(model(), attention="flash", min_shared_tokens=1)
+    assert tree_model.check(random_sequences(0, VOCABULARY)).ok
+
+
+def test_each_row_takes_the_kernels_that_are_estimated_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch)
+    monkeypatch.setattr(flash.FlashGraph, "is_faster", lambda _, row: row.length > 100)
+    tree_model = treecompile(model(), backend="eager", min_shared_tokens=1)
+    rng = random.Random(0)
+    long, short = ([[rng.randrange(VOCABULARY) for _ in range(n)] for _ in range(3)] for n in (200, 20))
+    tree_model(short)
+    for sequences in (short, long, short):
+        before = len(calls)
+        tree_model(sequences)
+        assert (len(calls) > before) is (sequences is long)
+    assert tree_model.check(long).ok
+
+
+def test_self_check_compares_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch)
+    treecompile(model(), backend="eager", min_shared_tokens=1).explain()
+    assert calls
+    calls.clear()
+    treecompile(model(), backend="eager", min_shared_tokens=1, attention="flex").explain()
+    assert not calls
+
+
+def test_explanation_says_what_may_be_computed_by_flash_attention() -> None:
+    text = str(treecompile(model(), backend="eager", min_shared_tokens=1).explain())
+    assert "2 attentions by flex_attention or flash attention, whichever is faster" in text
+    assert "flash attention" not in str(treecompile(model(), backend="eager", attention="flex").explain())
+
+
+@pytest.mark.parametrize(("middle", "why"), [(windowed, "sliding window"), (capped, "soft cap")])
+def test_attention_that_flash_cannot_compute_is_refused_with_its_line(middle: Callable[..., Tensor], why: str) -> None:
+    tree_model = treecompile(Model(middle).double(), backend="eager", attention="flash")
+    with pytest.raises(KernelError, match=why) as caught:
+        tree_model(TREE)
+    assert caught.value.where is not None
+    assert caught.value.where.file == __file__
+    assert 'attention="auto"' in caught.value.hint
+
+
+@pytest.mark.parametrize("middle", [windowed, capped])
+def test_attention_that_flash_cannot_compute_is_left_to_flex_attention(
+    middle: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = calls_of(monkeypatch)
+    tree_model = treecompile(Model(middle).double(), backend="eager", min_shared_tokens=1)
+    assert tree_model.check(TREE).ok
+    assert not calls
+
+
+def test_attention_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="attention is 'fast'; it must be one of 'auto', 'flex', 'flash'"):
+        treecompile(model(), attention="fast")
+
+
+def test_tree_attention_refuses_kernels_that_cannot_compute_it() -> None:
+    query = torch.zeros(1, 1, 4, 8)
+    table, rows = torch.tensor([[0, 4, 4, -1, 0], [0] * 5]), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="flash attention cannot compute this: it has a sliding window"):
+        attention.tree_attention(query, query, query, table, rows, rows, scale=1.0, window=3, kernels="flash")

@@ -13,7 +13,7 @@ with latent attention and an indexer, all with random weights: against the unpac
 precisions. `own_rounding` is the difference of the unpacked model's outputs from those in float64: experts and keys
 that are chosen by a hair may be others.
 `speed`: forward and backward of the dense model in bfloat16 over four batches, with the log-probabilities of every
-sequence, against the same without sharing: packed rows of whole sequences, one causal attention call for all of them.
+sequence, against the same without sharing: packed rows of whole sequences, one causal call of flash attention for all.
 Blocks keep their inputs alone in both. `speed_up` is the time without sharing by that with it, `compression` is tokens
 in by tokens computed, `eta` the one by the other.
 """
@@ -153,7 +153,8 @@ def _free(device: torch.device) -> None:
 def speed(device: torch.device, sizes: Sizes) -> Iterator[Result]:
     """Both ways for every batch."""
     model = _on(device, lambda: Dense(sizes.dense), torch.bfloat16)
-    shared, alone = (treecompile(model, min_shared_tokens=least, backend=sizes.backend) for least in (1, ALONE))
+    shared = treecompile(model, min_shared_tokens=1, backend=sizes.backend)
+    alone = treecompile(model, min_shared_tokens=ALONE, backend=sizes.backend, attention="flash")
     with functorch_config.patch(activation_memory_budget=0.0):
         for batch in batches(sizes.dense.vocab_size, sizes.shrink):
             samples = [Sample(tokens) for tokens in batch.sequences]

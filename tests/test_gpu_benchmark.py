@@ -37,7 +37,7 @@ def small(gpu: ModuleType) -> object:
 def test_operators_are_those_of_their_definitions(gpu: ModuleType) -> None:
     torch.manual_seed(0)
     found = list(gpu.operators(CPU, small(gpu)))
-    assert len(found) == 8
+    assert len(found) == 9
     for result in found:
         assert result["float32"] < 2e-5
         assert 1e-4 < result["bfloat16"] < 0.05

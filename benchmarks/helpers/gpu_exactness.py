@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,8 @@ def _normal(*shape: int) -> Tensor:
 
 # Attention
 
-_ATTENTION: dict[str, dict[str, float]] = {
-    "plain": {}, "window": {"window": 100}, "softcap": {"softcap": 20.0}, "sinks": {"sinks": True}, "width 256": {},
+_ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {}, "flash": {"kernels": "flash"}, "window": {"window": 100}, "softcap": {"softcap": 20.0}, "sinks": {"sinks": True}, "width 256": {},
 }  # fmt: skip
 _SHAPES = {"width 256": {"width": 256, "kv_heads": 1}}
 
@@ -99,7 +100,7 @@ def _attention_inputs(tokens: int, heads: int = 8, kv_heads: int = 2, width: int
     }
 
 
-def _attend(row: Row, device: torch.device, options: dict[str, float], inputs: Inputs) -> Tensor:
+def _attend(row: Row, device: torch.device, options: dict[str, Any], inputs: Inputs) -> Tensor:
     position, subtree_end = (torch.from_numpy(part).to(device) for part in (row.position, row.subtree_end))
     settings = {name: value for name, value in options.items() if name != "sinks"}
     return tree_attention(
@@ -108,7 +109,7 @@ def _attend(row: Row, device: torch.device, options: dict[str, float], inputs: I
     )  # fmt: skip
 
 
-def _dense(row: Row, options: dict[str, float], inputs: Inputs) -> Tensor:
+def _dense(row: Row, options: dict[str, Any], inputs: Inputs) -> Tensor:
     """All scores, of which those of ancestors are kept."""
     rows, position = torch.arange(len(row.tokens)), torch.from_numpy(row.position)
     visible = (rows <= rows[:, None]) & (rows[:, None] < torch.from_numpy(row.subtree_end))

@@ -87,7 +87,8 @@ def _normal(*shape: int) -> Tensor:
 # Attention
 
 _ATTENTION: dict[str, dict[str, Any]] = {
-    "plain": {}, "flash": {"kernels": "flash"}, "window": {"window": 100}, "softcap": {"softcap": 20.0}, "sinks": {"sinks": True}, "width 256": {},
+    "plain": {}, "flash": {"kernels": "flash"}, "window": {"window": 100}, "softcap": {"softcap": 20.0},
+    "sinks": {"sinks": True}, "width 256": {},
 }  # fmt: skip
 _SHAPES = {"width 256": {"width": 256, "kv_heads": 1}}
 

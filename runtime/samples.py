@@ -300,7 +300,7 @@ def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
         raise PayloadError(
             f"{name!r} of sample {number} has shape {values.shape} for {len(sample.tokens)} tokens.",
             why=_WHY,
-            hint="give the tokens of the prompt an entry, too.",
+            hint="the first dimension is along the tokens: those of the prompt have an entry, too, and so has the last one.",
         )
     if values.dtype.kind == "f" and not np.isfinite(values[sample.is_trained]).all():
         is_wrong = ~np.isfinite(values).reshape(len(values), -1).all(1) & sample.is_trained

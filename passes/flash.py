@@ -100,8 +100,8 @@ def _form(node: fx.Node) -> AttentionForm:
 
 
 def _dtype(node: fx.Node, query: torch.Tensor) -> torch.dtype:
-    """What attention computes in: under autocast its dtype, unless the model has that off there."""
+    """What attention computes in: under autocast its dtype, unless the model has that off there, or is in float64."""
     device = query.device.type
-    if AUTOCAST_OFF in node.meta or not torch.is_autocast_enabled(device):
+    if AUTOCAST_OFF in node.meta or query.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return query.dtype
     return torch.get_autocast_dtype(device)

@@ -76,11 +76,12 @@ def tree_attention(
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as attention takes them under autocast; as they are where that is off."""
+    """The tensors as attention takes them under autocast, which leaves float64 alone; as they are where it is off."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:

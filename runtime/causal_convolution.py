@@ -50,8 +50,10 @@ def token_shift(values: Tensor, tree: RowTree | None = None) -> Tensor:
     With `tree`, B is 1 and T the tokens of a row; without it each of the B is a sequence of its own.
 
     Raises:
-        ValueError: `values` are not one row, as long as that of `tree`.
+        ValueError: `values` have no tokens, or are not one row, as long as that of `tree`.
     """
+    if values.dim() < 2:
+        raise ValueError(f"values is {tuple(values.shape)}; it must have 2 dimensions or more")
     (parent,) = _ancestors(values, 1, tree)
     return _with_zero_row(values).index_select(0, parent).view(values.shape)
 

@@ -194,7 +194,7 @@ def _require_shapes(
 ) -> None:
     batch, length, heads, out_width = value.shape
     key_heads, width = key.shape[2:]
-    if heads % key_heads:
+    if not key_heads or heads % key_heads:
         raise ValueError(f"{heads} heads of value are not a multiple of {key_heads} heads of key")
     require_shape("key", key, (batch, length, key_heads, width))
     require_shape("query", query, (batch, length, key_heads, width))

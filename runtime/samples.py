@@ -183,7 +183,10 @@ def counts_of(samples: Iterable[Sample]) -> Counts:
     Raises:
         InputError: `trainable` of a sample does not fit its tokens, or its group or pair cannot be compared.
     """
-    trained = [(sample, int(sample.is_trained.sum())) for sample in samples]
+    trained = []
+    for number, sample in enumerate(samples):
+        _check_kind(sample, number)
+        trained.append((sample, int(_kept(sample, number).is_trained.sum())))
     groups: Counter[Hashable] = Counter()
     for number, (sample, tokens) in enumerate(trained):
         if tokens and GROUP in sample.payloads:
@@ -200,7 +203,7 @@ class Samples:
     Attributes:
         all: the samples.
         batch: those of the batch that they are a part of; None where they are all of it.
-        is_complete: whether more samples of the batch may come, as with a `Planner`: False then.
+        is_complete: whether these are all samples of the batch; False where more may come, as with a `Planner`.
     """
 
     all: tuple[Sample, ...]
@@ -300,7 +303,7 @@ def per_token(sample: Sample, number: int, name: str) -> NDArray[Any]:
         raise PayloadError(
             f"{name!r} of sample {number} has shape {values.shape} for {len(sample.tokens)} tokens.",
             why=_WHY,
-            hint="the first dimension is along the tokens: those of the prompt have an entry, too, and so has the last one.",
+            hint="its first dimension is along the tokens: those of the prompt and the last one have an entry, too.",
         )
     if values.dtype.kind == "f" and not np.isfinite(values[sample.is_trained]).all():
         is_wrong = ~np.isfinite(values).reshape(len(values), -1).all(1) & sample.is_trained

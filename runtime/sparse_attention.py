@@ -52,7 +52,7 @@ def sparse_attention(
         computed in float32 at least.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes or dtypes do not fit together.
     """
     query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, indices, sinks)
@@ -67,6 +67,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, sinks: Te
         raise ValueError(f"query, key and value do not fit: {shapes}")
     if query.shape[3] != key.shape[3] or indices.dim() != 3 or indices.shape[:2] != (1, query.shape[2]):
         raise ValueError(f"query, key and indices do not fit: {shapes}")
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ValueError(
+            f"query, key and value must be of one floating dtype: {query.dtype}, {key.dtype}, {value.dtype}"
+        )
     if indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"indices must be int32 or int64, not {indices.dtype}")
     if sinks is not None and sinks.shape != query.shape[1:2]:
@@ -193,6 +197,8 @@ def _chunks(indices: Tensor, inputs: _Inputs) -> Iterator[tuple[Tensor, _Index]]
     on_cpu = indices.device.type == "cpu"
     numbers = heads * indices.shape[1] * max(width, inputs.value.shape[2])
     readers = (indices >= 0).any(1).nonzero().squeeze(1)
+    if not len(readers):  # torch splits nothing into one part
+        return
     for queries in readers.split(max(1, (_BUDGET if on_cpu else _DEVICE_BUDGET) // max(1, numbers))):
         some = indices[queries].long()
         if on_cpu:

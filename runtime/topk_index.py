@@ -142,7 +142,7 @@ def _scores_in_blocks(query: Tensor, key: Tensor, weights: Tensor, blocks: Tenso
     near = weights.new_zeros(len(query), BLOCK)
     starts, sizes = blocks.to(query.device).unbind(1)
     for place in range(BLOCK):
-        for some in starts[sizes > place].split(max(1, BUDGET // query[0].numel())):
+        for some in starts[sizes > place].split(max(1, BUDGET // max(query[0].numel(), BLOCK * key.shape[1]))):
             rows, own = some + place, some[:, None] + torch.arange(place + 1, device=query.device)
             scores = torch.relu_(torch.bmm(query[rows], key[own].mT))
             near[rows, : place + 1] = _weighed(scores, weights[rows])

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from tree_compile import treecompile
 from tree_compile.errors import CaptureError
+from tree_compile.models.dense import Dense, DenseConfig
+from tree_compile.models.sparse_mla import SparseMLA, SparseMLAConfig
 from tree_compile.runtime.causal_convolution import token_shift
 from tree_compile.runtime.mixers import mixer
 from tree_compile.runtime.row_tree import RowTree
@@ -212,3 +214,19 @@ def test_model_that_switches_autocast_by_a_function_is_refused_with_its_line() -
     assert raised.value.where is not None
     assert raised.value.where.code == 'torch.set_autocast_enabled("cpu", False)'
     assert "set_autocast_enabled" in vars(torch)
+
+
+@pytest.mark.parametrize("make", [lambda: Dense(DenseConfig(layers=1)), lambda: SparseMLA(SparseMLAConfig(layers=1))])
+def test_float64_model_under_autocast_computes_in_float64(make: Callable[[], nn.Module]) -> None:
+    model = make().double()
+    tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
+    trained = [parameter for name, parameter in model.named_parameters() if "indexer" not in name]
+    found = []
+    for call in (lambda: list(tree_model(SEQUENCES)), lambda: [model(torch.tensor([ids]))[0] for ids in SEQUENCES]):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = call()
+        loss = torch.stack([part.square().sum() for part in outputs]).sum()
+        found.append([*outputs, *torch.autograd.grad(loss, trained)])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == torch.float64
+        assert float((one - other).abs().max()) <= 1e-9 * max(1.0, float(other.abs().max()))

@@ -39,7 +39,7 @@ from torch import Tensor
 from tree_compile.distributions import Distributions
 from tree_compile.errors import PayloadError
 from tree_compile.output import TreeOutput
-from tree_compile.routing import expert_counts, load_balancing
+from tree_compile.routing import expert_counts, load_balancing, require_output
 from tree_compile.runtime.options import as_number, check_above_0, check_at_least_0, check_choice
 from tree_compile.runtime.samples import GROUP, PAIR, Counts, Sample, counts_of, payload_of, per_token
 from tree_compile.runtime.sequences import IntArray
@@ -73,6 +73,7 @@ def sft(out: Output, *, normaliser: str, constant: float | None = None, counts: 
         counts: of the whole batch, where `out` is of a part of it that was planned apart, or given out by a `Planner`.
 
     Raises:
+        TypeError: `out` is no output of a call, as one of its sequences is none.
         InputError: a payload is missing or does not fit, or `counts` is missing where they are not known.
         ValueError: an option has no meaning.
         OutputError, StaleOutputError, TokenRangeError: as `out.logprobs`.
@@ -257,12 +258,7 @@ class _Trained:
 
     @classmethod
     def of(cls, given: Output) -> _Trained:
-        out = given.output if isinstance(given, Distributions) else given
-        if not isinstance(out, TreeOutput):
-            raise TypeError(
-                f"a loss is of the output of a call, a TreeOutput, and not of a {type(given).__name__}: "
-                "losses.sft(tree_model(samples), …), or for out in tree_model.rows(samples)"
-            )
+        out = require_output(given.output if isinstance(given, Distributions) else given)
         places = [np.flatnonzero(out.samples[number].is_trained) for number in out.sequence_ids]
         logprobs = torch.cat(list(given.trained_logprobs))
         sequence = np.repeat(np.arange(len(places)), list(map(len, places)))

@@ -52,6 +52,8 @@ class PerSequence(Sequence[Part], Generic[Part]):
         return self._values[number]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of copies and pickles, before there are attributes
+            raise AttributeError(name)
         raise AttributeError(f"{_NO_TENSOR}, and has no {name!r}: take that of one sequence, {self._name}[i].{name}")
 
     @classmethod

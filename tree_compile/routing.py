@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,21 @@ def expert_counts(out: TreeOutput, *, top_k: int) -> Tensor:
         OutputError: the model does not return the logits of its routers.
         ValueError: `top_k` is not between 1 and the number of experts.
     """
-    return torch.stack([_counts(result, top_k) for result in out.row_results]).sum(0)
+    return torch.stack([_counts(result, top_k) for result in require_output(out).row_results]).sum(0)
+
+
+def require_output(out: Any) -> TreeOutput:
+    """The output of a call, and no part of it.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(out, TreeOutput):
+        return out
+    raise TypeError(
+        f"a loss is of the output of a call, a TreeOutput, and not of a {type(out).__name__}: "
+        "losses.sft(tree_model(samples), …), or for out in tree_model.rows(samples)"
+    )
 
 
 def load_balancing(out: TreeOutput, *, top_k: int, counts: Tensor | None = None) -> Tensor:
@@ -65,6 +80,7 @@ def load_balancing(out: TreeOutput, *, top_k: int, counts: Tensor | None = None)
         ValueError: `top_k` is not between 1 and the number of experts, or `counts` have another shape or type, or are
             not those of a batch that `out` is a part of.
     """
+    require_output(out)
     if counts is None:
         _require_whole_batch(out)
         counts = expert_counts(out, top_k=top_k)
@@ -115,9 +131,9 @@ def _counts(result: RowResult, top_k: int) -> Tensor:
     counts = []
     for logits, weights in _layers(result):
         experts = logits.shape[1]
-        top_k = check_within("top_k", top_k, experts, "experts")
-        chosen = logits.detach().topk(top_k).indices
-        counts.append(weights.new_zeros(experts).index_add(0, chosen.flatten(), weights.repeat_interleave(top_k)))
+        count = check_within("top_k", top_k, experts, "experts")
+        chosen = logits.detach().topk(count).indices
+        counts.append(weights.new_zeros(experts).index_add(0, chosen.flatten(), weights.repeat_interleave(count)))
     return torch.stack(counts)
 
 

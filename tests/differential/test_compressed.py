@@ -148,7 +148,7 @@ def test_half_precision_and_autocast_are_within_their_rounding() -> None:
     """With all entries seen: which of them score best is a matter of rounding."""
     sequences = random_sequences(8, VOCABULARY)
     half = treecompile(compressed(64).bfloat16().eval(), min_shared_tokens=1, backend="eager")
-    assert half.check(sequences).greatest_output_difference < 6e-2
+    assert half.check(sequences).ok
     tree_model = treecompile(compressed(64).eval(), min_shared_tokens=1, backend="eager")
     with torch.autocast("cpu", torch.bfloat16):
-        assert tree_model.check(sequences).greatest_output_difference < 6e-2
+        assert tree_model.check(sequences).ok

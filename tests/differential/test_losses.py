@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -338,7 +339,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_payload_is_named_with_its_sample(name: str) -> None:
     batch, message = BAD[name]
-    with pytest.raises((PayloadError, ValueError), match=message):
+    with pytest.raises((PayloadError, TokenTypeError), match=message):
         losses.grpo(tree_model()(batch), normaliser="per_token")
 
 
@@ -613,9 +614,30 @@ def test_sample_with_a_mask_of_another_name_is_refused(name: str) -> None:
     assert "trainable=[0, …, 1]" in str(raised.value)
 
 
-def test_loss_of_one_sequence_of_an_output_says_what_it_takes() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: losses.sft(out, normaliser="per_token"),
+        lambda out: losses.load_balancing(out, top_k=1),
+        lambda out: losses.expert_counts(out, top_k=1),
+    ],
+)
+def test_loss_of_one_sequence_of_an_output_says_what_it_takes(loss: Callable[[Any], Tensor]) -> None:
     with pytest.raises(TypeError, match=r"for out in tree_model.rows\(samples\)"):
-        losses.sft(tree_model()([Sample([1, 2, 3])])[0], normaliser="per_token")
+        loss(tree_model()([Sample([1, 2, 3])])[0])
+
+
+def test_counts_name_the_sample_that_is_not_usable() -> None:
+    with pytest.raises(PayloadError, match="Sample 1: `trainable`"):
+        losses.counts_of([Sample([1, 2]), Sample([1, 2], [1])])
+    with pytest.raises(PayloadError, match="Element 0 is a list among samples"):
+        losses.counts_of([[1, 2]])  # type: ignore[list-item]
+
+
+def test_values_of_sequences_are_copied_and_sent() -> None:
+    rewards = tree_model()([Sample([1, 2], reward=0.5), Sample([1, 3], reward=2.0)]).payload("reward")
+    for again in (copy.copy(rewards), copy.deepcopy(rewards), pickle.loads(pickle.dumps(rewards))):
+        assert list(again) == [0.5, 2.0]
 
 
 def test_sample_whose_trained_tokens_are_weighted_is_refused() -> None:

@@ -120,6 +120,7 @@ def test_compiled_blocks_equal_the_unpacked_model() -> None:
 def test_half_precision_model_is_within_its_rounding(name: str) -> None:
     tree_model = treecompile(tiny_model(name).bfloat16().eval(), min_shared_tokens=1, backend="eager")
     report = tree_model.check(random_sequences(8, VOCABULARY))
+    assert report.ok, report
     assert report.greatest_output_difference < 3e-2
 
 
@@ -128,4 +129,4 @@ def test_call_under_autocast_is_within_its_rounding(name: str) -> None:
     tree_model = treecompile(FAMILIES[name]().eval(), min_shared_tokens=1, backend="eager")
     with torch.autocast("cpu", torch.bfloat16):
         report = tree_model.check(random_sequences(8, VOCABULARY))
-    assert report.greatest_output_difference < 6e-2
+    assert report.ok, report

@@ -267,3 +267,27 @@ def test_ops_keep_what_torch_asks_of_them() -> None:
     index = topk_index_op(*index_args)
     torch.library.opcheck(sparse_attention_op, (query, key, value, index, sinks, 0.5))
     torch.library.opcheck(sparse_attention_op, (query, key, value, index, None, 0.5))
+
+
+def test_queries_that_read_nothing_give_zero() -> None:
+    query, key, value = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    for indices in (torch.full((1, 4, 3), -1), torch.empty(1, 4, 0, dtype=torch.int64)):
+        out = sparse_attention(query, key, value, indices, scale=1.0)
+        assert out.abs().max() == 0
+        assert all(part.abs().max() == 0 for part in torch.autograd.grad(out.sum(), (query, key, value)))
+
+
+def test_keys_of_another_dtype_are_refused() -> None:
+    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="must be of one floating dtype"):
+        sparse_attention(query, key, key, torch.zeros(1, 4, 1, dtype=torch.int64), scale=1.0)
+
+
+def test_gathered_keys_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk_index, "BUDGET", 1024)
+    query, key, weights = torch.randn(1, 512, 1, 8), torch.randn(1, 512, 8), torch.randn(1, 512, 1)
+    segments = torch.tensor([[0, 512, 512, -1, 0], [0, 0, 0, 0, 0]])
+    gathered, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda one, other: gathered.append(other.numel()) or bmm(one, other))
+    tree_topk_index(query, key, weights, segments, 4)
+    assert 0 < max(gathered) <= 1024

@@ -77,8 +77,9 @@ def _cut_to_windows(node: fx.Node, symbol: Any) -> int:
     if node.target not in SLICES or arguments(node)["start"] not in (0, None) or arguments(node).get("step", 1) != 1:
         return 0
     before, after = (_extents(value, symbol, _dim(node)) for value in (node.args[0], node))
-    whole = before == Extent(1) and after is not None and after.window and after.factor == after.window
-    return after.window if whole and after and not after.fewer else 0
+    if before != Extent(1) or after is None or after.fewer or after.factor != after.window:
+        return 0
+    return after.window
 
 
 # The entry before

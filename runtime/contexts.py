@@ -12,7 +12,7 @@ from tree_compile.errors import PayloadError, TokenTypeError
 from tree_compile.runtime.counts import a_kind, count_of
 from tree_compile.runtime.sequences import Batch, IntArray, as_array
 
-__all__ = ["mask_of", "shared_limits", "zeros_and_ones"]
+__all__ = ["shared_limits", "zeros_and_ones"]
 
 _WHY = "it says of each token whether it is trained on."
 _HINT = "pass one list, array or tensor for every sequence, with one 0 or 1 for every token."
@@ -56,25 +56,15 @@ def _masks(trainable: Any, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
     if len(given) != len(lengths):
         raise _misfit(f"trainable is for {count_of(len(given), 'sequence')}, and the batch has {len(lengths)}.")
     pairs = enumerate(zip(given, lengths, strict=True))
-    return [mask_of(mask, f"trainable of sequence {i}", length) for i, (mask, length) in pairs]
-
-
-def mask_of(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
-    """Which entries of one list, array or tensor on any device are not 0: a new array, bool [tokens].
-
-    Raises:
-        TokenTypeError: it holds no bools or finite numbers.
-        PayloadError: it has not one for every token.
-    """
-    return _marks(value, label, tokens) != 0
+    return [_marks(mask, f"trainable of sequence {i}", length) != 0 for i, (mask, length) in pairs]
 
 
 def zeros_and_ones(value: Any, label: str, tokens: int) -> NDArray[np.bool_]:
-    """As `mask_of`, without weights, which would count as 1.
+    """Which entries of one list, array or tensor on any device are 1: a new array, bool [tokens].
 
     Raises:
-        TokenTypeError: there is something else than 0 and 1.
-        PayloadError: as `mask_of`.
+        TokenTypeError: there is something else than 0 and 1, as weights, which would count as 1.
+        PayloadError: it has not one for every token.
     """
     marks = _marks(value, label, tokens)
     if (others := marks[(marks != 0) & (marks != 1)]).size:

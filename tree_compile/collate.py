@@ -219,9 +219,5 @@ def _labelled(labels: Any, tokens: Any, number: int) -> NDArray[np.bool_]:
 
 
 def _integers(value: Any, name: str, number: int) -> NDArray[Any]:
-    label, why, hint = (
-        f"{name!r} of element {number}",
-        "it has one for every token.",
-        "pass one integer for every token.",
-    )
-    return as_array(value, label, "integers", why, hint)
+    why, hint = "it has one for every token.", "pass one integer for every token."
+    return as_array(value, f"{name!r} of element {number}", "integers", why, hint)

@@ -161,16 +161,13 @@ class _RowDistributions:
             asked = Asked(asked.rows, asked.owner[:0], asked.labels[:0])
         return next_tokens(self.result.states, asked, self.temperature, entropy=True)
 
-    @cached_property
-    def _next_logprobs(self) -> Tensor:
-        # Where both are wanted, the head is computed once if entropy is asked for first.
-        return self._both.logprobs if "_both" in vars(self) else self._logprobs_for(self._asked)
-
     def _logprobs_for(self, asked: Asked) -> Tensor:
         return next_tokens(self.result.states, asked, self.temperature).logprobs
 
     def logprobs(self) -> list[Tensor]:
-        found = self._at(torch.from_numpy(self.following), self._next_logprobs)
+        # Where both are wanted, the head is computed once if entropy is asked for first.
+        own = self._both.logprobs if "_both" in vars(self) else self._logprobs_for(self._asked)
+        found = self._at(torch.from_numpy(self.following), own)
         return [part[1:] for part in self.result.unpacked(found)]
 
     def trained_logprobs(self) -> list[Tensor]:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tree_compile.passes.pair_tables import HIDDEN_BELOW
+
 if TYPE_CHECKING:
     from tree_compile.pipeline import Rewritten
-
-
-_HIDDEN = -10_000.0
-"""Scores up to here are those of keys that a mask hides."""
 
 
 class EarliestOfEquals(TorchFunctionMode):
@@ -59,7 +57,7 @@ class EarliestOfEquals(TorchFunctionMode):
         ordered = scores.sort(dim=-1, descending=True, stable=True)
         last, next_one = ordered.values[..., k - 1 : k], ordered.values[..., k : k + 1]
         if next_one.numel() and last.numel():
-            self.ties += int(((last == next_one) & (last > _HIDDEN)).sum())
+            self.ties += int(((last == next_one) & (last > HIDDEN_BELOW)).sum())
         return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
 
 

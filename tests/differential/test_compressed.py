@@ -8,15 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.differential.comparison import (
     require_exact,
 )
 from tests.differential.double import InDouble
-from tests.differential.test_leaks import logits_in_row, with_tokens
 from tests.differential.trees import Sequences, deep_sequences, long_sequences, random_sequences
 from tree_compile import TreeModel, plan_rows, treecompile
 from tree_compile.models.compressed import Compressed, CompressedConfig
@@ -118,23 +115,6 @@ def test_a_model_that_was_captured_without_a_window_takes_longer_sequences() -> 
     with torch.no_grad():
         for sequence, logits in zip(sequences, tree_model(sequences).logits, strict=True):
             torch.testing.assert_close(logits, model(torch.tensor([sequence]))[0], rtol=1e-7, atol=1e-9)
-
-
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 40), data=st.data())
-def test_a_changed_token_changes_nothing_outside_its_own_subtree(seed: int, data: st.DataObject) -> None:
-    tree_model = tree_model_of("compressed")
-    row = plan_rows(random_sequences(seed, VOCABULARY), min_shared_tokens=1).rows[0]
-    token = data.draw(st.integers(0, len(row.tokens) - 1))
-    tokens = row.tokens.copy()
-    tokens[token] = (tokens[token] + 1) % VOCABULARY
-    with torch.no_grad():
-        before = logits_in_row(tree_model, row)
-        after = logits_in_row(tree_model, with_tokens(row, tokens))
-    below = torch.zeros(len(tokens), dtype=torch.bool)
-    below[token : row.subtree_end[token]] = True
-    assert torch.allclose(before[~below], after[~below], rtol=0, atol=1e-12)
-    assert not torch.allclose(before[token], after[token], rtol=0, atol=1e-6)
 
 
 def test_compiled_blocks_equal_the_unpacked_model() -> None:

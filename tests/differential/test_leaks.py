@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.differential.double import InDouble
+from tests.differential.test_compressed import compressed
 from tests.differential.trees import random_sequences
 from tree_compile import Row, TreeModel, plan_rows, treecompile
 from tree_compile.tiny import tiny_model
 
 VOCABULARY = 128
-FAMILIES = ("llama", "mistral", "gpt_oss", "llama4_text", "bloom", "deepseek_v32")
+FAMILIES = ("llama", "mistral", "gpt_oss", "llama4_text", "bloom", "deepseek_v32", "compressed")
 WITH_EXPERTS = ("gpt_oss", "deepseek_v32")
 
 
 @cache
 def tree_model_of(name: str) -> TreeModel:
-    model = tiny_model(name, **({"experts_implementation": "batched_mm"} if name in WITH_EXPERTS else {}))
+    options = {"experts_implementation": "batched_mm"} if name in WITH_EXPERTS else {}
+    model = compressed() if name == "compressed" else tiny_model(name, **options)
     with InDouble():
         tree_model = treecompile(model.double().eval(), backend="eager", self_check=False)
         tree_model([[1, 2, 3]])

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._sympy.functions import Min
+from torch.utils._sympy.functions import Max, Min
 
 from tree_compile.passes.fills import filled
 from tree_compile.passes.masks import Mask, NoMatch, read_masks
@@ -116,8 +116,15 @@ def _is_all_or(most: int, chosen: sympy.Expr, keys: sympy.Symbol) -> bool:
     """Whether `chosen` keys are `most` of them, or all where there are fewer."""
     if chosen in (sympy.Integer(most), Min(sympy.Integer(most), keys)):
         return most < 1 << 20
-    # Another way to write it, which is tried at every number of keys at which it may differ.
-    return most <= 1 << 11 and all(chosen.subs(keys, n) in (most, min(n, most)) for n in range(4 * most + 2))
+    # Another way to write it. A lattice of `keys` and numbers changes its form at one of the numbers alone.
+    if not all(isinstance(part, _LATTICE) for part in sympy.preorder_traversal(chosen)):
+        return False
+    numbers = [int(number) for number in chosen.atoms(sympy.Integer)]
+    tried = {max(0, number + step) for number in numbers for step in (-1, 0, 1)}
+    return all(chosen.subs(keys, n) in (most, min(n, most)) for n in tried)
+
+
+_LATTICE = (Min, Max, sympy.Min, sympy.Max, sympy.Integer, sympy.Symbol)
 
 
 # The scores
@@ -133,8 +140,10 @@ def read_index_scores(topk: fx.Node, statics: StaticValues) -> IndexScores:
     pairs, weights = _heads_apart(scores)
     has_relu, factor = False, 1.0
     while (found := _query_and_key(pairs)) is None:
-        factor *= factor_of(pairs.node, statics) or 1.0
+        own = factor_of(pairs.node, statics) or 1.0
+        factor *= own
         _require_in_range(factor, pairs.node)
+        _require_exact(own, pairs.node, scores.node)
         pairs, is_relu = _step_to_product(pairs, statics)
         has_relu |= is_relu
     dtype = pairs.node.meta["val"].dtype
@@ -164,6 +173,20 @@ def _require_in_range(factor: float, node: Any) -> None:
     most = _GREATEST_FACTOR_IN_HALF if node.meta["val"].dtype == torch.float16 else GREATEST_FACTOR
     if not 1.0 / most <= abs(factor) <= most:
         raise NoMatch("its index scores are multiplied by numbers that may make them all 0, or infinite")
+
+
+def _require_exact(factor: float, node: Any, scores: Any) -> None:
+    """Refuses a factor that rounds in half precision, among scores that are added up in more."""
+    is_power_of_2 = math.frexp(factor)[0] in (0.5, -0.5)
+    if not is_power_of_2 and _is_half(node) and not _is_half(scores):
+        raise NoMatch(_ROUNDED)
+
+
+def _is_half(node: Any) -> bool:
+    return torch.finfo(node.meta["val"].dtype).bits < torch.finfo(torch.float32).bits
+
+
+_ROUNDED = "its index scores are rounded to half precision on the way, and then added up in more"
 
 
 def _step_to_scores(scores: Roles, factor: float, statics: StaticValues) -> tuple[Roles, tuple[Mask, ...]] | None:
@@ -230,6 +253,8 @@ def _heads_of_sum(scores: Roles) -> tuple[Roles, Roles]:
     if len(dims) != 1 or not is_weighed or not keeps_numbers(node):
         raise NoMatch("its index scores are a sum, but not over heads that are weighed")
     _require_same_order(weighed, node)
+    if _is_half(weighed) and not _is_half(node):
+        raise NoMatch(_ROUNDED)
     if given["keepdim"]:
         names.pop(dims[0])
     names.insert(dims[0], "head")

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from tree_compile import selfcheck, treecompile
 from tree_compile.comparison import Gap, gap, relative_difference
 from tree_compile.errors import SelfCheckError
-from tree_compile.models.sparse_mla import Indexer, SparseMLA, SparseMLAConfig
+from tree_compile.models.sparse_mla import Indexer, SparseMLA, SparseMLAConfig, rotate
 from tree_compile.passes import attention
 from tree_compile.passes.plan_inputs import RowTables
 from tree_compile.passes.token_rules import RULES
@@ -358,4 +358,28 @@ def test_model_that_goes_by_the_number_of_its_chosen_keys_is_compared_as_it_is()
     for block in model.blocks:
         if block.indexer is not None:
             block.indexer.__class__ = IndexerThatCounts
+    assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2
+
+
+class IndexerByOperator(Indexer):
+    """Chooses by an operator that is not seen to be a choice of keys."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotary = self.config.rotary
+        query, key = self.query(x).unflatten(-1, (self.config.index_heads, -1)), self.key(x)
+        query = torch.cat([rotate(query[..., :rotary], cos[:, None], sin[:, None]), query[..., rotary:]], -1)
+        key = torch.cat([rotate(key[..., :rotary], cos, sin), key[..., rotary:]], -1)
+        scores = torch.einsum("bqhd,bkd->bqhk", query, key).relu()
+        scores = torch.einsum("bqhk,bqh->bqk", scores, self.weights(x))
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden = scores.masked_fill(later, float("-inf"))
+        return torch.ops.aten.topk.default(hidden, min(self.config.chosen, x.shape[1]))[1]
+
+
+def test_model_whose_choice_is_not_seen_is_compared_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = SparseMLA(SparseMLAConfig(vocab_size=50, layers=2, chosen=30))
+    for block in model.blocks:
+        if block.indexer is not None:
+            block.indexer.__class__ = IndexerByOperator
     assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from tree_compile.pipeline import Rewritten
+from tree_compile.pipeline import MostKept, Rewritten
 from tree_compile.runtime.topk_index import tree_topk_index
 from tree_compile.runtime.window_attention import topk_entries
 
@@ -17,8 +17,8 @@ _CHOICES = (tree_topk_index, topk_entries)
 def keeping_at_most(rewritten: Rewritten, most: int) -> Rewritten:
     """`rewritten`, with indexers that keep `most` keys where they keep more; parameters are the same objects."""
     graph = copy.deepcopy(rewritten.graph_module.graph)
-    for node in graph.nodes:
-        if node.target in _CHOICES:
-            *tensors, keep = node.args
-            node.args = (*tensors, min(keep, most))
-    return replace(rewritten, graph_module=fx.GraphModule(rewritten.graph_module, graph), most_kept=most)
+    choices = [node for node in graph.nodes if node.target in _CHOICES and node.args[-1] > most]
+    for node in choices:
+        node.args = (*node.args[:-1], most)
+    graph_module = fx.GraphModule(rewritten.graph_module, graph)
+    return replace(rewritten, graph_module=graph_module, most_kept=MostKept(most, len(choices)))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -59,6 +59,13 @@ _LONGEST_EXAMPLE = 4_096
 _LOG = logging.getLogger(__name__)
 
 
+class MostKept(NamedTuple):
+    """How many `keys` indexers keep at most, and how many `choices` of the graph would keep more."""
+
+    keys: int
+    choices: int
+
+
 @dataclass(frozen=True)
 class Rewritten:
     """A model that takes rows.
@@ -79,7 +86,7 @@ class Rewritten:
         dtypes: the floating-point dtypes that it or the captured graph computes in.
         random: whether it draws random numbers, as active dropout does.
         trail: what the passes did.
-        most_kept: how many keys indexers keep at most, if they keep fewer than in the model.
+        most_kept: set where indexers keep fewer keys than in the model.
     """
 
     graph_module: fx.GraphModule
@@ -96,7 +103,7 @@ class Rewritten:
     dtypes: frozenset[torch.dtype]
     random: bool
     trail: Trail
-    most_kept: int | None = None
+    most_kept: MostKept | None = None
 
     @property
     def logits_place(self) -> int | None:

@@ -171,10 +171,22 @@ def _unpacked_side(
             parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
         if found is not None:
             side.ties = (side.ties or 0) + found.ties
+            _require_same_choices(program, found.fewer, inputs[0].shape[1])
         side.outputs.append([part.detach() for part in parts])
         for name, gradient in gradients_of([parts], [own_weights], parameters).items():
             side.gradients[name] = side.gradients[name] + gradient if name in side.gradients else gradient
     return side
+
+
+def _require_same_choices(program: Program, fewer: int, tokens: int) -> None:
+    """Refuses a comparison in which the model kept fewer keys elsewhere than the graph: in a router, or nowhere."""
+    kept = program.rewritten.most_kept
+    if kept is not None and fewer != (kept.choices if tokens > _TO_CHOOSE_FROM else 0):
+        raise _OtherChoices
+
+
+class _OtherChoices(Exception):
+    """The unpacked model does not keep fewer keys just where the graph does."""
 
 
 def _sequence_inputs(plan: Plan, sequence: int, names: Sequence[str], device: torch.device) -> list[Tensor]:
@@ -247,7 +259,8 @@ def _report_of_small_tree(plain: PlainModel, program: Program) -> CheckReport:
     parameters = smallest_parameters(trained_parameters(plain.model))
     if program.rewritten.has_indexer:
         fewer = replace(program, rewritten=keeping_at_most(program.rewritten, _MOST_KEPT))
-        with suppress(CaptureError):  # a model may rely on the number that it asked for
+        # A model may rely on the number that it asked for.
+        with suppress(CaptureError, _OtherChoices):
             return compare(plain, plan, fewer.run_uncompiled, fewer, parameters)
     return compare(plain, plan, program.run_uncompiled, program, parameters)
 

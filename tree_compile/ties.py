@@ -29,6 +29,7 @@ class EarliestOfEquals(TorchFunctionMode):
 
     Attributes:
         ties: for how many queries the last key that was taken has the score of one that was not.
+        fewer: in how many selections fewer keys were kept than in the model.
     """
 
     def __init__(self, tokens: int, windows: Iterable[int] = (), most: int | None = None) -> None:
@@ -36,6 +37,7 @@ class EarliestOfEquals(TorchFunctionMode):
         self._tokens = tokens
         self._most = most
         self.ties = 0
+        self.fewer = 0
         self._keys = {tokens // window for window in (1, *windows)}
 
     def __torch_function__(
@@ -49,11 +51,13 @@ class EarliestOfEquals(TorchFunctionMode):
         return func(*args, **given)
 
     def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
-        is_of_pairs = scores.dim() > 2 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
+        is_of_pairs = scores.dim() > 1 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
         return is_of_pairs and largest and dim in (-1, scores.dim() - 1)
 
     def _topk(self, scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:
-        k = k if self._most is None else min(k, self._most)
+        if self._most is not None and k > self._most:
+            self.fewer += 1
+            k = self._most
         ordered = scores.sort(dim=-1, descending=True, stable=True)
         last, next_one = ordered.values[..., k - 1 : k], ordered.values[..., k : k + 1]
         if next_one.numel() and last.numel():
@@ -65,4 +69,5 @@ def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[Earlies
     """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`."""
     if not rewritten.has_indexer:
         return nullcontext()
-    return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows], rewritten.most_kept)
+    most = None if rewritten.most_kept is None else rewritten.most_kept.keys
+    return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows], most)

@@ -512,7 +512,28 @@ def numbers_as_values(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor)
     return mask_of_list(query, key, value, chosen) + chosen[:, None, :, :1].to(value.dtype)
 
 
+def half_products(query: Tensor, key: Tensor) -> Tensor:
+    return (query.bfloat16() @ key.bfloat16().mT[:, None]).relu()
+
+
+def rounded_by_a_factor(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    pairs = half_products(query, key) * 0.088
+    return torch.einsum("bqhk,bqh->bqk", pairs.to(weights.dtype), weights)
+
+
+def weighed_in_half(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return (half_products(query, key) * weights.bfloat16()[..., None]).sum(2, dtype=weights.dtype)
+
+
+def as_many_as_the_length_says(scores: Tensor) -> Tensor:
+    length = scores.shape[-1]
+    return scores.topk(min(6, length) + (length // 60) % 3).indices
+
+
 REFUSED: dict[str, tuple[Form, str]] = {
+    "a factor that rounds in half precision": (Form(scores=rounded_by_a_factor), "rounded to half precision"),
+    "weighed in half precision and added up in more": (Form(scores=weighed_in_half), "rounded to half precision"),
+    "a number of keys that rises and falls": (Form(choose=as_many_as_the_length_says), "its indexer chooses"),
     "truths_of_pairs": (Form(scores=truths_of_pairs), "index scores"),
     "whole_pairs": (Form(scores=whole_pairs), "index scores"),
     "truths_of_scores": (Form(mask=truths_of_scores), "index scores"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from tests.differential.test_compressed import compressed
 from tree_compile import selfcheck, treecompile
 from tree_compile.comparison import Gap, gap, relative_difference
 from tree_compile.errors import SelfCheckError
@@ -326,9 +327,9 @@ def lowest(scores: Tensor, k: int) -> Tensor:
     return highest(-scores.masked_fill(scores.isinf(), -torch.inf), k)
 
 
-MANY_KEYS: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {"index_topk": 2048},
-    "deepseek_v4": {"index_topk": 512},
+MANY_KEYS: dict[str, Callable[[], nn.Module]] = {
+    "deepseek_v32": lambda: tiny_model("deepseek_v32", experts_implementation="batched_mm", index_topk=2048),
+    "compressed": lambda: compressed(entries_per_token=512),
 }
 
 
@@ -336,7 +337,7 @@ MANY_KEYS: dict[str, dict[str, Any]] = {
 def test_self_check_catches_a_wrong_choice_of_more_keys_than_it_has_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(name, experts_implementation="batched_mm", **MANY_KEYS[name]).eval()
+    model = MANY_KEYS[name]().eval()
     assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2
     for module in (topk_index, window_attention):
         monkeypatch.setattr(module, "highest", lowest)

@@ -110,7 +110,8 @@ class RewriteAttention:
         try:
             match = match_gathered(softmax, self.statics, symbol)
             require_no_dropout(match.dropout, softmax)
-            indices, output = choices.indices(match.key.topk), match.output.node
+            output = match.output.node
+            indices = choices.indices(match.key.topk, output)
             with softmax.graph.inserting_before(output):
                 replacement = insert_sparse_attention(softmax.graph, match, indices)
         except ChangesWithLength as error:
@@ -210,7 +211,7 @@ class RewriteAttention:
         try:
             if form != PairForm(Visibility()) or scores.softcap or scores.key_biases:
                 raise NoMatch("its keys are chosen by an indexer, beside a window, a softcap or a bias")
-            return choices.indices(topk_of(scores.chosen))
+            return choices.indices(topk_of(scores.chosen), match.output)
         except ChangesWithLength as error:
             raise _length_dependent(match.output, str(error)) from None
         except NoMatch as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +12,7 @@ from torch import fx
 from tree_compile.passes.attention_patterns import Scores
 from tree_compile.passes.axes import TOKENS, Ancestors, Mixes, Value
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.indexer import how_many, operands, read_index_scores
+from tree_compile.passes.indexer import how_many, operands, read_index_scores, require_as_exact
 from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.pair_tables import NotCausal, PairForm, SeesNothing, Visibility
 from tree_compile.passes.plan_inputs import plan_input
@@ -38,14 +39,17 @@ class Choices:
     findings: list[Finding] = field(default_factory=list)
     _made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def indices(self, topk: fx.Node) -> fx.Node:
-        """The ancestors that every query keeps of a selection, int32 [1, T, k] with -1 for none.
+    def indices(self, topk: fx.Node, attention: fx.Node) -> fx.Node:
+        """The ancestors that every query of an attention keeps of a selection, int32 [1, T, k] with -1 for none.
 
         Raises:
-            NoMatch: they are not chosen by the scores of an indexer from all tokens up to the query.
+            NoMatch: they are not chosen by the scores of an indexer from all tokens up to the query, or by scores in
+                half precision for an attention that is not.
         """
         if topk not in self._made:
             self._made[topk] = self._make(topk)
+        weights: Any = self._made[topk].args[2]
+        require_as_exact(weights, attention)
         return self._made[topk]
 
     def _make(self, topk: fx.Node) -> fx.Node:

@@ -186,6 +186,18 @@ def _is_half(node: Any) -> bool:
     return torch.finfo(node.meta["val"].dtype).bits < torch.finfo(torch.float32).bits
 
 
+def require_as_exact(weights: fx.Node, attention: fx.Node) -> None:
+    """Refuses index scores that are added up in half precision, for an attention in more.
+
+    Many of them are equal then, or nearly, and which of those are chosen rests on how the sum is rounded.
+
+    Raises:
+        NoMatch: `weights`, in the dtype of the sum, are in half precision, and `attention` is not.
+    """
+    if _is_half(weights) and not _is_half(attention):
+        raise NoMatch("its index scores are in half precision, and what it attends to is not")
+
+
 _ROUNDED = "its index scores are rounded to half precision on the way, and then added up in more"
 
 

@@ -14,7 +14,7 @@ from tree_compile.passes.attention import require_no_dropout
 from tree_compile.passes.attention_patterns import AttentionMatch, Operand, match_sdpa, match_softmax
 from tree_compile.passes.axes import TOKENS, Ancestors, Axis, Mixes, Value
 from tree_compile.passes.finding import Finding
-from tree_compile.passes.indexer import how_many, operands
+from tree_compile.passes.indexer import how_many, operands, require_as_exact
 from tree_compile.passes.masks import NoMatch
 from tree_compile.passes.nodes import arguments
 from tree_compile.passes.operators import SAME_NUMBERS, SAME_ROWS, SDPA
@@ -131,7 +131,7 @@ class RewriteWindowAttention:
         if found.chosen is None:
             entries = self.tables.all_entries(reader.window)
         else:
-            entries = _chosen(graph, reader, found.chosen)
+            entries = _chosen(graph, reader, found.chosen, found.match.output)
         node = graph.call_function(
             window_attention, (*values, rows, entries), {"scale": match.scores.scale, "sinks": match.scores.sinks}
         )
@@ -216,9 +216,10 @@ def _one_of_each_head(node: fx.Node) -> fx.Node:
     return source.args[0] if is_repeated and sizes(source)[-2:] == sizes(node)[-2:] else node
 
 
-def _chosen(graph: fx.Graph, reader: WindowReader, topk: fx.Node) -> fx.Node:
-    """The entries that every query keeps of a selection."""
+def _chosen(graph: fx.Graph, reader: WindowReader, topk: fx.Node, attention: fx.Node) -> fx.Node:
+    """The entries that every query of an attention keeps of a selection."""
     query, key, weights = operands(graph, reader.index_scores(topk), topk.meta)
+    require_as_exact(weights, attention)
     ranges, last = (window_input(graph, reader.window, name) for name in ("ranges", "last"))
     keep = how_many(topk, reader.entries)
     plan = (plan_input(graph, "plan_segments"), ranges, last)

@@ -525,6 +525,10 @@ def weighed_in_half(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return (half_products(query, key) * weights.bfloat16()[..., None]).sum(2, dtype=weights.dtype)
 
 
+def all_in_half(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    return (half_products(query, key) * weights.bfloat16()[..., None]).sum(2)
+
+
 def as_many_as_the_length_says(scores: Tensor) -> Tensor:
     length = scores.shape[-1]
     return scores.topk(min(6, length) + (length // 60) % 3).indices
@@ -533,6 +537,7 @@ def as_many_as_the_length_says(scores: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Form, str]] = {
     "a factor that rounds in half precision": (Form(scores=rounded_by_a_factor), "rounded to half precision"),
     "weighed in half precision and added up in more": (Form(scores=weighed_in_half), "rounded to half precision"),
+    "scores in half precision of a model that is not": (Form(scores=all_in_half), "are in half precision"),
     "a number of keys that rises and falls": (Form(choose=as_many_as_the_length_says), "its indexer chooses"),
     "truths_of_pairs": (Form(scores=truths_of_pairs), "index scores"),
     "whole_pairs": (Form(scores=whole_pairs), "index scores"),

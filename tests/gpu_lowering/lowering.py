@@ -104,7 +104,9 @@ def lowered_as_traced(step: Callable[..., Any], inputs: Inputs, tokens: int) -> 
     _collect_kernels(found.kernels)
     with FakeTensorMode():
         made = inputs(tokens)
-        graph = make_fx(step, decomposition_table=select_decomp_table())(*made)
+        # What writes in place is made functional, as inductor expects: for others it has stand-ins at best.
+        traced = torch.func.functionalize(make_fx(step)(*made))
+        graph = make_fx(traced, decomposition_table=select_decomp_table())(*made)
         found.inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         compile_fx_inner(graph, made)
     return asdict(found)

@@ -126,8 +126,9 @@ def topk_entries(
         k: how many to keep.
 
     Returns:
-        int32 [1, T, k]: entries, ascending in each query; -1 behind the last where there are fewer. Among equal scores
-        the earlier entry goes first. Nothing is differentiated through it.
+        int32 [1, T, k]: entries, ascending in each query; -1 behind the last where there are fewer. Among scores that
+        are equal up to rounding the earlier entry goes first, and NaN scores highest. Nothing is differentiated
+        through it.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or `k` is below 1.

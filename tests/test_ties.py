@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.differential.test_sparse import VOCABULARY
+from tests.differential.test_sparse import VOCABULARY, mistral_large4
 from tests.differential.trees import random_sequences
 from tree_compile import treecompile
 from tree_compile.ties import EarliestOfEquals
@@ -38,6 +38,22 @@ def test_model_whose_scores_are_all_equal_is_equal_to_the_unpacked_model():
             torch.nn.init.zeros_(parameter)
     tree_model = treecompile(model, min_shared_tokens=1, backend="eager")
     assert tree_model.check(random_sequences(1, VOCABULARY)).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_model_with_equal_keys_is_equal_to_the_unpacked_model(dtype):
+    """The first layer has no positions, so that a token which comes again has the same key; the second uses its choice.
+
+    The products of such keys are rounded by where they stand.
+    """
+    model = mistral_large4(index_topk=16, no_rope_layers=[0, 1, 1, 1]).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    sequences = [[token % 20 for token in sequence] for sequence in random_sequences(1, VOCABULARY)]
+    report = treecompile(model, min_shared_tokens=1, backend="eager").check(sequences)
+    assert report.ok
+    assert report.ties > 20
 
 
 def tied(**config):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
+from tree_compile.runtime.topk_index import above_and_at_last, highest
 
 if TYPE_CHECKING:
     from tree_compile.pipeline import Rewritten
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 class EarliestOfEquals(TorchFunctionMode):
     """Lets every selection of keys in a model take the earliest of equal scores.
 
-    Scores are often equal: to 0, where `relu` has cut off all heads, as for a padding token whose embedding is 0. The
-    unpacked model is compared under this mode, since its own choice is no better than another.
+    Scores are often equal: to 0, where `relu` has cut off all heads, as for a padding token whose embedding is 0; up to
+    rounding, where a token comes again and nothing tells its position. The unpacked model is compared under this mode,
+    since its own choice is no better than another.
 
     Args:
         tokens: the length of the sequence; a selection of keys is one from scores [batch, …, tokens, keys].
@@ -28,7 +30,7 @@ class EarliestOfEquals(TorchFunctionMode):
         most: fewer keys are kept where this is less than the model keeps.
 
     Attributes:
-        ties: for how many queries the last key that was taken has the score of one that was not.
+        ties: for how many queries the last key that was taken has the score of one that was not, up to rounding.
         fewer: in how many selections fewer keys were kept than in the model.
     """
 
@@ -58,11 +60,13 @@ class EarliestOfEquals(TorchFunctionMode):
         if self._most is not None and k > self._most:
             self.fewer += 1
             k = self._most
-        ordered = scores.sort(dim=-1, descending=True, stable=True)
-        last, next_one = ordered.values[..., k - 1 : k], ordered.values[..., k : k + 1]
-        if next_one.numel() and last.numel():
-            self.ties += int(((last == next_one) & (last > HIDDEN_BELOW)).sum())
-        return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
+        if k == 0:
+            return scores.topk(0)
+        chosen, equal = highest(scores, k), above_and_at_last(scores, k)[1]
+        self.ties += int((equal & ~chosen & (scores > HIDDEN_BELOW)).any(-1).sum())
+        keys = chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
+        ordered = scores.gather(-1, keys).sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((ordered.values, keys.gather(-1, ordered.indices)))
 
 
 def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[EarliestOfEquals | None]:

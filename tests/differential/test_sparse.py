@@ -165,14 +165,14 @@ def test_choice_of_whole_blocks_is_refused(model: Callable[[], nn.Module]) -> No
     assert "modeling_" in caught.value.where.file
 
 
-def mistral_large4() -> nn.Module:
+def mistral_large4(**settings: object) -> nn.Module:
     """Layers that take the choice of another, and layers without rotary positions."""
-    return text_model(
-        "mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", num_key_value_heads=4,
-        n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=16,
-        qk_rope_head_dim=8, index_topk=8, index_head_dim=16, index_n_heads=32, num_hidden_layers=4,
-        indexer_types=["full", "shared", "full", "shared"],
-    )  # fmt: skip
+    small = {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 16,
+        "v_head_dim": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "index_topk": 8, "index_head_dim": 16,
+        "index_n_heads": 32, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"],
+    }  # fmt: skip
+    return text_model("mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", **small | settings)
 
 
 def test_states_of_a_text_model_equal_those_of_the_unpacked_model() -> None:

@@ -16,7 +16,7 @@ from tests.runtime.attention_reference import visible_pairs
 from tree_compile import Row, plan_rows
 from tree_compile.runtime import topk_index
 from tree_compile.runtime.sparse_attention import sparse_attention, sparse_attention_op
-from tree_compile.runtime.topk_index import topk_index_op, tree_topk_index
+from tree_compile.runtime.topk_index import highest, topk_index_op, tree_topk_index
 
 
 def row_of(seed: int) -> Row:
@@ -102,6 +102,36 @@ def test_scores_that_do_not_fit_at_once_give_the_same_index(monkeypatch: pytest.
     index = tree_topk_index(*inputs, segments_of(row), 5)
     monkeypatch.setattr(topk_index, "BUDGET", 7)
     assert torch.equal(index, tree_topk_index(*inputs, segments_of(row), 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("heads", [1, 4, 32])
+@pytest.mark.parametrize("width", [8, 64])
+def test_of_equal_keys_the_earliest_are_kept_however_their_products_are_rounded(
+    heads: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are above the block of a query and some within; some are in the first part of the budget, some behind."""
+    monkeypatch.setattr(topk_index, "BUDGET", 1 << 11)
+    row = plan_rows(long_sequences(1, 8), min_shared_tokens=1).rows[0]
+    query, key, weights = (part.abs().to(dtype) for part in index_inputs(row, heads, width, 0, few_values=False))
+    key = key[:, :1].expand_as(key).contiguous()
+    index = tree_topk_index(query, key, weights, segments_of(row), 20)
+    path = [ancestors.nonzero()[:20, 0].tolist() for ancestors in visible_pairs(segments_of(row), len(row.tokens))]
+    assert index[0].tolist() == [own + [-1] * (20 - len(own)) for own in path]
+
+
+def test_one_great_score_does_not_make_others_equal() -> None:
+    scores = torch.arange(100.0).repeat(3, 1)
+    scores[1, 0], scores[2, 0] = 1e9, torch.nan
+    chosen = highest(scores, 5)
+    assert chosen[0].nonzero()[:, 0].tolist() == [95, 96, 97, 98, 99]
+    for row in (1, 2):
+        assert chosen[row].nonzero()[:, 0].tolist() == [0, 96, 97, 98, 99]
+
+
+def test_scores_that_nearly_cancel_are_compared_at_the_size_of_the_others() -> None:
+    scores = torch.tensor([[5.0, 4.0, 3.0, 2e-8, -1e-8, 3e-8, -1.0]])
+    assert highest(scores, 4).nonzero()[:, 1].tolist() == [0, 1, 2, 3]
 
 
 def test_scores_that_are_not_numbers_are_kept() -> None:

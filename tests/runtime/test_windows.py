@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tree_compile import plan_rows
+from tree_compile.runtime import topk_index
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.window_attention import (
     all_entries,
@@ -133,6 +134,22 @@ def test_chosen_entries_score_highest_among_those_on_the_path(
         seen = seen_by_loop(row, size, token)
         best = sorted(sorted(seen, key=lambda entry: (-float(scores[token, entry]), entry))[:keep])
         assert found[token].tolist() == best + [-1] * (keep - len(best))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 32])
+def test_of_equal_entries_the_earliest_are_chosen_however_their_products_are_rounded(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topk_index, "BUDGET", 1 << 9)
+    row = row_of([[*range(90), *range(100 * branch, 100 * branch + 70)] for branch in (1, 2, 3)])
+    tables = windows_of_row(row, 2)
+    query, weights = torch.rand(1, row.length, heads, 16), torch.rand(1, row.length, heads)
+    key = torch.rand(16).expand(1, len(tables.number), 16).contiguous()
+    plan = [torch.from_numpy(row.segments), *tensors(tables, "ranges", "last")]
+    (found,) = topk_entries(query, key, weights, *plan, 7)
+    for token in range(row.length):
+        expected = seen_by_loop(row, 2, token)[:7]
+        assert found[token].tolist() == expected + [-1] * (7 - len(expected))
 
 
 def test_chosen_entries_are_added_up_in_the_dtype_of_the_weights_also_under_autocast() -> None:

@@ -17,6 +17,9 @@ __all__ = ["flex_tree_attention"]
 # The narrowest head that flex_attention's kernels take.
 _NARROWEST = 16
 
+_MOST_FORMS = 256
+"""Of attention, in the models of one process. torch's own limit of 8 is for functions that forms should not need."""
+
 
 def flex_tree_attention(
     query: Tensor,
@@ -38,8 +41,8 @@ def flex_tree_attention(
         return _attend(*arguments)
     from torch._dynamo import config as dynamo_config
 
-    # The kernels take no symbolic floats, and the options of a model are few.
-    with dynamo_config.patch(specialize_float=True, specialize_int=True):
+    # The kernels take no symbolic floats, so every scale, window and cap of the models of a process is compiled for.
+    with dynamo_config.patch(specialize_float=True, specialize_int=True, recompile_limit=_MOST_FORMS):
         return _compiled_attend()(*arguments)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tree_compile.runtime.transfers import READS_ON_HOST, to_device
+from tree_compile.runtime.transfers import READS_ON_HOST, stream_of, to_device
 
 __all__ = ["NARROW_TILE", "TILE", "block_lists", "count_tiles", "tile_of", "tree_block_mask"]
 
@@ -99,8 +99,8 @@ def block_tables(segments: Tensor, subtree_end: Tensor, window: int, chunk: int,
 
     In this order: partial tiles by row, full tiles by row, partial tiles by column, full tiles by column.
     """
-    tokens = subtree_end.shape[0]
-    length, *lists = block_lists(segments.numpy().tobytes(), tokens, window, chunk, tile, subtree_end.device)
+    tokens, device = subtree_end.shape[0], subtree_end.device
+    length, *lists = block_lists(segments.numpy().tobytes(), tokens, window, chunk, tile, device, stream_of(device))
     tables = [length.clone()]
     for count, place, other in zip(*[iter(lists)] * 3, strict=True):
         n = len(count)
@@ -117,10 +117,10 @@ def _(segments: Tensor, subtree_end: Tensor, window: int, chunk: int, tile: int)
 
 
 # All layers of a model ask for the same few. What is listed goes to the device, and not the tables, which are nearly
-# empty: those have a quarter of a gigabyte for 262,144 tokens.
+# empty: those have a quarter of a gigabyte for 262,144 tokens in tiles of 64.
 @lru_cache(maxsize=4)
 def block_lists(
-    segments: bytes, tokens: int, window: int, chunk: int, tile: int, device: torch.device
+    segments: bytes, tokens: int, window: int, chunk: int, tile: int, device: torch.device, _stream: int = 0
 ) -> tuple[Tensor, ...]:
     """Tokens without padding [1], then `_listed` of the four kinds of `block_tables`; int32, views of one buffer."""
     table = np.frombuffer(segments, np.int64).reshape(-1, 5)

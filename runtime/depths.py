@@ -9,7 +9,7 @@ import numpy as np
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sequences import IntArray
 
-__all__ = ["Depth", "depth_of_each", "depths_of"]
+__all__ = ["Depth", "depth_of_each", "depths_of", "offsets_of", "rows_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +26,15 @@ class Depth:
     ranges: IntArray
     parents: IntArray
 
-    @property
-    def offsets(self) -> IntArray:
-        """Where each segment starts when all of them lie one after the other, and where the last one ends: [m + 1]."""
-        return np.append(0, np.cumsum(self.ranges[:, 1] - self.ranges[:, 0]))
 
-    @property
-    def tokens(self) -> IntArray:
-        """Row indices of their tokens, segment by segment."""
-        return np.concatenate([np.arange(start, end) for start, end in self.ranges.tolist()])
+def offsets_of(ranges: IntArray) -> IntArray:
+    """Where ranges int64 [m, 2] start when they lie one after the other, and where the last one ends: int64 [m + 1]."""
+    return np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
+
+
+def rows_of(ranges: IntArray) -> IntArray:
+    """All row indices of ranges int64 [m, 2], one range after the other."""
+    return np.concatenate([np.arange(start, end) for start, end in ranges.tolist()])
 
 
 def depth_of_each(parents: IntArray) -> list[int]:

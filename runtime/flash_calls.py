@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import depths_of
+from tree_compile.runtime.depths import depths_of, offsets_of, rows_of
 from tree_compile.runtime.layout import END, START, SUBTREE_END
 from tree_compile.runtime.sequences import IntArray
-from tree_compile.runtime.transfers import to_device
+from tree_compile.runtime.transfers import stream_of, to_device
 
-__all__ = ["Ranges", "VarlenCall", "ranges_of_calls", "varlen_calls"]
+__all__ = ["Pairs", "Rows", "VarlenCall", "pairs_of_calls", "varlen_calls"]
 
 Rows = slice | Tensor
 """Row indices: a slice where they are contiguous, so that nothing is gathered; else int32 on the device."""
 
 
-class Ranges(NamedTuple):
+class Pairs(NamedTuple):
     """The pairs of a call.
 
     Attributes:
@@ -75,45 +75,41 @@ def varlen_calls(segments: Tensor, device: torch.device) -> tuple[VarlenCall, ..
         segments: int64 [S, 5] on the CPU, as `tree_attention` takes it.
         device: that of the attention.
     """
-    return _cached_calls(segments.numpy().tobytes(), device)
+    return _cached_calls(segments.numpy().tobytes(), device, stream_of(device))
 
 
-def ranges_of_calls(table: IntArray) -> Iterator[Ranges]:
+def pairs_of_calls(table: IntArray) -> Iterator[Pairs]:
     """The pairs of each call, from a table int64 [S, 5]; entries of zeros at the end are skipped."""
     table = table[table[:, END] > 0]
     own = table[:, [START, END]]
-    yield Ranges(own, own, True)
+    yield Pairs(own, own, True)
     for depth in depths_of(table):
         found = table[depth.segments]
         found = found[found[:, SUBTREE_END] > found[:, END]]
         if len(found):
-            yield Ranges(found[:, [END, SUBTREE_END]], found[:, [START, END]], False)
+            yield Pairs(found[:, [END, SUBTREE_END]], found[:, [START, END]], False)
 
 
 # All layers of a model and both directions ask for the same few.
 @lru_cache(maxsize=4)
-def _cached_calls(segments: bytes, device: torch.device) -> tuple[VarlenCall, ...]:
-    found = list(ranges_of_calls(np.frombuffer(segments, np.int64).reshape(-1, 5)))
-    arrays = [array for ranges in found for side in ranges[:2] for array in (_offsets(side), _gathered(side))]
+def _cached_calls(segments: bytes, device: torch.device, _stream: int) -> tuple[VarlenCall, ...]:
+    found = list(pairs_of_calls(np.frombuffer(segments, np.int64).reshape(-1, 5)))
+    arrays = [array for pairs in found for side in pairs[:2] for array in (offsets_of(side), _gathered(side))]
     packed = to_device(np.concatenate(arrays, dtype=np.int32), device)
     parts = iter(packed.split([len(array) for array in arrays]))
-    return tuple(_call(ranges, *(next(parts) for _ in range(4))) for ranges in found)
+    return tuple(_call(pairs, *(next(parts) for _ in range(4))) for pairs in found)
 
 
-def _call(ranges: Ranges, query_offsets: Tensor, queries: Tensor, key_offsets: Tensor, keys: Tensor) -> VarlenCall:
+def _call(pairs: Pairs, query_offsets: Tensor, queries: Tensor, key_offsets: Tensor, keys: Tensor) -> VarlenCall:
     return VarlenCall(
-        _rows(ranges.queries, queries),
-        _rows(ranges.keys, keys),
+        _rows(pairs.queries, queries),
+        _rows(pairs.keys, keys),
         query_offsets,
         key_offsets,
-        _longest(ranges.queries),
-        _longest(ranges.keys),
-        ranges.causal,
+        _longest(pairs.queries),
+        _longest(pairs.keys),
+        pairs.causal,
     )
-
-
-def _offsets(ranges: IntArray) -> IntArray:
-    return np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
 
 
 def _longest(ranges: IntArray) -> int:
@@ -124,7 +120,7 @@ def _gathered(ranges: IntArray) -> IntArray:
     """Row indices of all ranges; none where they are one run."""
     if _is_one_run(ranges):
         return np.empty(0, np.int64)
-    return np.concatenate([np.arange(start, end) for start, end in ranges.tolist()])
+    return rows_of(ranges)
 
 
 def _rows(ranges: IntArray, gathered: Tensor) -> Rows:

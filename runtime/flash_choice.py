@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from tree_compile.runtime.block_mask import count_tiles
-from tree_compile.runtime.flash_calls import Ranges, ranges_of_calls
+from tree_compile.runtime.flash_calls import Pairs, pairs_of_calls
 from tree_compile.runtime.sequences import IntArray
 
 __all__ = ["flash_is_faster"]
@@ -44,7 +44,7 @@ def flash_is_faster(segments: IntArray, tokens: int, heads: int, tile: int) -> b
 @lru_cache(maxsize=16)
 def _is_faster(segments: bytes, tokens: int, heads: int, tile: int) -> bool:
     table = np.frombuffer(segments, np.int64).reshape(-1, 5)
-    return sum(_cost_of_call(ranges, heads) for ranges in ranges_of_calls(table)) < _cost_of_flex(table, tokens, tile)
+    return sum(_cost_of_call(pairs, heads) for pairs in pairs_of_calls(table)) < _cost_of_flex(table, tokens, tile)
 
 
 def _cost_of_flex(table: IntArray, tokens: int, tile: int) -> float:
@@ -52,10 +52,10 @@ def _cost_of_flex(table: IntArray, tokens: int, tile: int) -> float:
     return tile * tile * (full + _MASKED_PAIR * partial)
 
 
-def _cost_of_call(ranges: Ranges, heads: int) -> float:
-    queries, keys = (side[:, 1] - side[:, 0] for side in ranges[:2])
+def _cost_of_call(of: Pairs, heads: int) -> float:
+    queries, keys = (side[:, 1] - side[:, 0] for side in of[:2])
     pairs = _rounded_up(queries, _QUERY_TILE) * _rounded_up(keys, _KEY_TILE)
-    if ranges.causal:
+    if of.causal:
         # What lies above the diagonal is left out, tile by tile.
         pairs = (pairs + _rounded_up(queries, _QUERY_TILE) * _KEY_TILE) // 2
     return _FLASH_PAIR * float(pairs.sum()) + _QUERY * float(queries.sum()) + _CALL / heads

@@ -8,19 +8,19 @@ part, its gradients are the call's part of the whole ones.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tree_compile.runtime.flash_calls import VarlenCall
 
 __all__ = ["FlashKernels", "has_capped_kernels", "has_kernels", "kernels_for", "widest_head"]
 
-WIDEST = 256
+_WIDEST = 256
 _WIDEST_ON_SMALL = 192
 
 Forward = Callable[[Tensor, Tensor, Tensor, VarlenCall, float], tuple[Tensor, Tensor]]
@@ -58,17 +58,18 @@ def has_kernels(device: torch.device) -> bool:
 @cache
 def has_capped_kernels() -> bool:
     """Whether flash-attn 2 is installed, from 2.7 on, whose functions have the names of arguments used here."""
-    if importlib.util.find_spec("flash_attn") is None:
+    try:
+        found = importlib.import_module("flash_attn").__version__
+    except ImportError:  # it is missing, or was built for another torch
         return False
-    version = getattr(importlib.import_module("flash_attn"), "__version__", "0.0")
-    return (2, 7) <= tuple(int(part) for part in version.split(".")[:2]) < (3, 0)
+    return "2.7" <= TorchVersion(found) < "3"
 
 
 @cache
 def widest_head(device: torch.device) -> int:
     """Width of the widest head that the backward takes: the small GPUs of a generation have less shared memory."""
     major, minor = torch.cuda.get_device_capability(device)
-    return _WIDEST_ON_SMALL if (major == 8 and minor > 0) or major == 12 else WIDEST
+    return _WIDEST_ON_SMALL if (major == 8 and minor > 0) or major == 12 else _WIDEST
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:

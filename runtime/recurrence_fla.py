@@ -9,27 +9,31 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from functools import cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import Depth, depths_of
+from tree_compile.runtime.depths import depths_of, offsets_of, rows_of
 from tree_compile.runtime.hopper import is_hopper
 from tree_compile.runtime.layout import END
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.row_tree import RowTree
+from tree_compile.runtime.transfers import send, stream_of
 
 __all__ = ["by_kernels", "kernels_can"]
 
 
 def kernels_can(key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels are installed and take these tensors: on CUDA, not in float64, keys at most 256 wide."""
+    """Whether the kernels are installed and take these tensors: on CUDA, half precision, keys at most 256 wide.
+
+    In float32 they multiply in TF32, which is coarser than what float32 is compared in.
+    """
     return (
         value.device.type == "cuda"
-        and value.dtype != torch.float64
+        and value.dtype in (torch.float16, torch.bfloat16)
         and key.shape[-1] <= _WIDEST
         and _work_here(value.device)
     )
@@ -54,26 +58,22 @@ def _work_here(device: torch.device) -> bool:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
     """Outputs [1, T, H, E], with zeros for padding, and the states after every segment, [S, H, D, E]."""
-    segments = tree.segments[tree.segments[:, END] > 0].numpy()
-    depths, device = depths_of(segments), inputs.value.device
-    order = torch.from_numpy(np.concatenate([depth.tokens for depth in depths])).to(device, non_blocking=True)
-    parts = _by_depth(inputs, order, [int(depth.offsets[-1]) for depth in depths])
+    calls = depth_calls(tree.segments, inputs.value.device)
     initial = options.initial_state
     done: list[Tensor] = []
     states: list[Tensor] = []
     before = None if initial is None else initial.float()
-    for depth, part in zip(depths, parts, strict=True):
+    for call, part in zip(calls.depths, _by_depth(inputs, calls), strict=True):
         if states:
-            before = states[-1].index_select(0, torch.from_numpy(depth.parents).to(device, non_blocking=True))
-        offsets = torch.from_numpy(depth.offsets)
+            before = states[-1].index_select(0, call.parents)
         out, ends = _run(
             part, scale=options.scale, normalize=options.normalize, initial_state=before,
-            cu_seqlens=offsets.to(device, non_blocking=True), cu_seqlens_cpu=offsets,
+            cu_seqlens=call.offsets, cu_seqlens_cpu=call.offsets_on_cpu,
         )  # fmt: skip
         done.append(_once_differentiable(out))
         states.append(_once_differentiable(ends))
-    whole = torch.zeros_like(inputs.value).index_copy(1, order, torch.cat(done, 1).to(inputs.value.dtype))
-    return whole, _in_row_order(states, depths) if options.output_final_state else None
+    whole = torch.zeros_like(inputs.value).index_copy(1, calls.rows, torch.cat(done, 1).to(inputs.value.dtype))
+    return whole, torch.cat(states).index_select(0, calls.places) if options.output_final_state else None
 
 
 def _once_differentiable(result: Tensor) -> Tensor:
@@ -90,15 +90,59 @@ def _refuse_second_derivatives(_grad: Tensor) -> None:
         )
 
 
-def _in_row_order(states: list[Tensor], depths: list[Depth]) -> Tensor:
-    """States of segments depth by depth -> [S, H, D, E]."""
+class DepthCall(NamedTuple):
+    """The call for the segments of one depth.
+
+    Attributes:
+        tokens: of these segments.
+        offsets: where each starts among them, and where the last one ends: int64 [m + 1].
+        offsets_on_cpu: the same on the CPU.
+        parents: for each the place of its parent in the call of the depth above, int64 [m].
+    """
+
+    tokens: int
+    offsets: Tensor
+    offsets_on_cpu: Tensor
+    parents: Tensor
+
+
+class DepthCalls(NamedTuple):
+    """The calls for a row, the roots first.
+
+    Attributes:
+        depths: the calls.
+        rows: row indices of the tokens, call by call, int64.
+        places: for every segment of the row its place among those of all calls, int64 [S].
+    """
+
+    depths: list[DepthCall]
+    rows: Tensor
+    places: Tensor
+
+
+def depth_calls(segments: Tensor, device: torch.device) -> DepthCalls:
+    """The calls for a row, with what they read on `device`; `segments` as in `RowTree`."""
+    return _cached_depth_calls(segments.numpy().tobytes(), device, stream_of(device))
+
+
+# All layers of a model ask for the same.
+@lru_cache(maxsize=4)
+def _cached_depth_calls(segments: bytes, device: torch.device, _stream: int) -> DepthCalls:
+    table = np.frombuffer(segments, np.int64).reshape(-1, 5)
+    depths = depths_of(table[table[:, END] > 0])
+    offsets = [offsets_of(depth.ranges) for depth in depths]
+    rows = np.concatenate([rows_of(depth.ranges) for depth in depths])
     places = np.argsort(np.concatenate([depth.segments for depth in depths]))
-    return torch.cat(states).index_select(0, torch.from_numpy(places).to(states[0].device))
+    on_device = send([rows, places, *offsets, *(depth.parents for depth in depths)], device)
+    by_depth = zip(offsets, on_device[2 : 2 + len(depths)], on_device[2 + len(depths) :], strict=True)
+    calls = [DepthCall(int(own[-1]), sent, torch.from_numpy(own), parents) for own, sent, parents in by_depth]
+    return DepthCalls(calls, *on_device[:2])
 
 
-def _by_depth(inputs: LinearInputs, order: Tensor, lengths: list[int]) -> list[LinearInputs]:
+def _by_depth(inputs: LinearInputs, calls: DepthCalls) -> list[LinearInputs]:
     """The tokens of each depth, one after the other; the kernels want one dtype for query, key and value."""
-    query, key, value, decay, beta = inputs.of_each(partial(_rows, order))
+    lengths = [call.tokens for call in calls.depths]
+    query, key, value, decay, beta = inputs.of_each(partial(_rows, calls.rows))
     same = (query.to(value.dtype), key.to(value.dtype), value, decay)
     betas = [None] * len(lengths) if beta is None else beta.split(lengths, 1)
     parts = zip(*(tensor.split(lengths, 1) for tensor in same), betas, strict=True)

@@ -15,6 +15,7 @@ from tree_compile.runtime.sequences import IntArray
 
 __all__ = [
     "CHUNK",
+    "READ_ON_HOST",
     "RowTree",
     "by_first_chunk",
     "in_chunks",
@@ -29,6 +30,9 @@ __all__ = [
 
 CHUNK = 32
 """Tokens of a chunk. Every segment starts a chunk of its own, so that its state can start from that of its parent."""
+
+READ_ON_HOST = frozenset({"chunk_parent", "segments"})
+"""Fields of a `RowTree` that are on the CPU, whatever the device of the row."""
 
 
 class RowTree(NamedTuple):
@@ -53,8 +57,8 @@ class RowTree(NamedTuple):
 
     def to(self, device: torch.device) -> RowTree:
         """The same with what kernels read on `device`."""
-        parent, tokens, place = (tensor.to(device, non_blocking=True) for tensor in self[:3])
-        return RowTree(parent, tokens, place, *self[3:])
+        sent = {name: tensor.to(device) for name, tensor in self._asdict().items() if name not in READ_ON_HOST}
+        return self._replace(**sent)
 
 
 def tree_of_segments(segments: IntArray, parent: IntArray, least: int = 1) -> RowTree:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from tree_compile.runtime.transfers import READS_ON_HOST, stream_of, to_device
 
 __all__ = ["ChunkMaps", "Scanned", "final_states", "levels_of", "state_scan"]
 
@@ -74,20 +77,27 @@ class _Level(NamedTuple):
 
 def levels_of(parent: Tensor, device: torch.device) -> list[_Level]:
     """The levels of chunks, from the `chunk_parent` of a `RowTree`; with indices on `device`."""
-    above = parent.numpy()
+    return _cached_levels(parent.numpy().tobytes(), device, stream_of(device))
+
+
+# All layers of a model and both directions ask for the same.
+@lru_cache(maxsize=4)
+def _cached_levels(parent: bytes, device: torch.device, _stream: int) -> list[_Level]:
+    above = np.frombuffer(parent, np.int64)
     highest = np.maximum.accumulate(above)
     bounds = [0, int(np.searchsorted(highest, 0))]
     while bounds[-1] < len(above):
         bounds.append(int(np.searchsorted(highest, bounds[-1])))
     past_followed = [int(highest[end - 1]) + 1 for end in bounds[2:]] + [bounds[-2]]
-    on_device, before = parent.to(device, non_blocking=True), [0, *bounds]
+    starts = np.repeat([0, *bounds[:-2]], np.diff(bounds))
+    parents = to_device(above - starts, device).split(np.diff(bounds).tolist())
     return [
-        _Level(slice(first, past), slice(first, followed), on_device[first:past] - start)
-        for start, first, past, followed in zip(before, bounds[:-1], bounds[1:], past_followed, strict=False)
+        _Level(slice(first, past), slice(first, followed), own)
+        for first, past, followed, own in zip(bounds[:-1], bounds[1:], past_followed, parents, strict=True)
     ]
 
 
-@torch.library.custom_op("tree_compile::state_scan", mutates_args=())
+@torch.library.custom_op("tree_compile::state_scan", mutates_args=(), tags=READS_ON_HOST)
 def _scan(
     kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, asks: Tensor | None,
     parent: Tensor, initial: Tensor | None,
@@ -146,7 +156,7 @@ class _Gradients(NamedTuple):
     initial: Tensor
 
 
-@torch.library.custom_op("tree_compile::state_scan_backward", mutates_args=())
+@torch.library.custom_op("tree_compile::state_scan_backward", mutates_args=(), tags=READS_ON_HOST)
 def _scan_backward(
     to_states: Tensor | None, to_written: Tensor | None, to_found: Tensor | None,
     kept: Tensor, fresh: Tensor, left: Tensor | None, reads: Tensor | None, asks: Tensor | None,

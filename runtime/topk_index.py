@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tree_compile.runtime.transfers import READS_ON_HOST
+
 __all__ = [
     "BUDGET",
     "above_and_at_last",
@@ -95,7 +97,7 @@ def check_scored(query: Tensor, key: Tensor, weights: Tensor, k: int) -> None:
         raise ValueError(f"k must be 1 or more, not {k}")
 
 
-@torch.library.custom_op("tree_compile::topk_index", mutates_args=())
+@torch.library.custom_op("tree_compile::topk_index", mutates_args=(), tags=READS_ON_HOST)
 def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, k: int) -> Tensor:
     """`tree_topk_index` of tensors without gradients."""
     query, key, weights = query[0], key[0], weights[0]

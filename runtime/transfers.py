@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tree_compile.runtime.sequences import IntArray
 
-__all__ = ["READS_ON_HOST", "send", "to_device"]
+__all__ = ["READS_ON_HOST", "send", "stream_of", "to_device"]
 
 READS_ON_HOST = (torch.Tag.cudagraph_unsafe,)
 """Tags of operators that read a tensor on the CPU: in a CUDA graph they would give what they gave for its first row."""
@@ -29,6 +29,14 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
         # From pageable memory, a copy waits for all that the device has to do.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream that copies to a device go on; 0 off CUDA.
+
+    A table that is kept belongs to it: on another stream it may not be there yet, or be gone before it was read.
+    """
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def send(arrays: Sequence[IntArray], device: torch.device) -> list[Tensor]:

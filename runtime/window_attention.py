@@ -11,6 +11,7 @@ from torch import Tensor
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
 from tree_compile.runtime.topk_index import BUDGET, check_scored, highest, index_scores, write_chosen
+from tree_compile.runtime.transfers import READS_ON_HOST
 
 __all__ = [
     "all_entries",
@@ -77,7 +78,7 @@ def nearest_rows(segments: Tensor, position: Tensor, window: int) -> Tensor:
     return _nearest_op(segments, position, window)
 
 
-@torch.library.custom_op("tree_compile::nearest_rows", mutates_args=())
+@torch.library.custom_op("tree_compile::nearest_rows", mutates_args=(), tags=READS_ON_HOST)
 def _nearest_op(segments: Tensor, position: Tensor, window: int) -> Tensor:
     rows = len(position)
     table = segments[segments[:, END] > 0]
@@ -149,7 +150,7 @@ def _check_topk(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, r
         raise ValueError("segments and ranges must be on the CPU, which reads them, and have a line for each segment")
 
 
-@torch.library.custom_op("tree_compile::topk_entries", mutates_args=())
+@torch.library.custom_op("tree_compile::topk_entries", mutates_args=(), tags=READS_ON_HOST)
 def _topk_op(
     query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor, k: int
 ) -> Tensor:

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from tree_compile import plan_rows, treecompile
-from tree_compile.inputs import row_inputs
+from tree_compile.inputs import graph_inputs
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.tiny import tiny_model
 
@@ -74,7 +74,7 @@ def test_graph_text_runs_with_the_model_as_self(name: str) -> None:
     names: dict[str, Any] = {}
     exec(tree_model.graph("rewritten"), names)
     forward = names["Captured"].forward
-    (logits,) = forward(model, *row_inputs(row, torch.device("cpu")))
+    (logits,) = forward(model, *graph_inputs(row, torch.device("cpu"), carries_state=False, windows=()))
     assert torch.allclose(logits[0][row.path(1)], tree_model(row).logits[1], atol=1e-6)
 
 

@@ -9,16 +9,30 @@ from torch import Tensor
 
 from tree_compile import plan_rows
 from tree_compile.inputs import graph_inputs
+from tree_compile.passes.plan_inputs import TREE_INPUTS
 from tree_compile.runtime import transfers
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7, 8, 9, *tail] for tail in ([1, 2], [3], [])]
 WINDOWS = ((4, "tokens"), (4, "ranges"), (4, "last"))
 
 
-def arguments() -> tuple[object, ...]:
+NAMES = [
+    "ids", "segments", "position", "subtree_end", "length",
+    *TREE_INPUTS.values(), *(f"windows_{field}" for _, field in WINDOWS),
+]  # fmt: skip
+
+
+def arguments(device: torch.device = CPU) -> tuple[object, ...]:
     row = plan_rows(SEQUENCES, min_shared_tokens=1).rows[0]
-    return graph_inputs(row, CPU, carries_state=True, windows=WINDOWS)
+    return graph_inputs(row, device, carries_state=True, windows=WINDOWS)
+
+
+def test_what_operators_read_on_the_host_stays_there() -> None:
+    named = zip(NAMES, arguments(META), strict=True)
+    on_host = [name for name, value in named if not isinstance(value, Tensor) or value.device == CPU]
+    assert on_host == ["segments", "length", "chunk_parent", "windows_ranges"]
 
 
 def test_all_that_goes_to_the_device_goes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +43,7 @@ def test_all_that_goes_to_the_device_goes_in_one_copy(monkeypatch: pytest.Monkey
         return torch.from_numpy(values).to(device)
 
     monkeypatch.setattr(transfers, "to_device", counted)
-    found = arguments()
-    # Segments, the ranges of windows and the number of positions are read on the host.
-    sent = [value for place, value in enumerate(found) if isinstance(value, Tensor) and place not in (1, 10)]
+    sent = [value for value in arguments(META) if isinstance(value, Tensor) and value.device == META]
     assert copies == [sum(value.numel() for value in sent)]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tree_compile.passes.plan_inputs import TREE_INPUTS
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.row_tree import tree_of_segments
+from tree_compile.runtime.row_tree import READ_ON_HOST, tree_of_segments
 from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.transfers import send
 from tree_compile.runtime.windows import windows_of_row
@@ -28,13 +28,8 @@ def graph_inputs(
     return _on_device([*inputs, *tree, *_window_arguments(row, windows)], device)
 
 
-def row_inputs(row: Row, device: torch.device, least: int = 0) -> tuple[Any, ...]:
-    """The arguments of a rewritten graph for one row, in its order; tables are made for `least` positions at least."""
-    return _on_device(_row_arguments(row, least), device)
-
-
 def _row_arguments(row: Row, least: int) -> list[Any]:
-    """The arguments of every graph: arrays for the device, and what is read on the host."""
+    """The arguments of every graph, arrays for the device and what is read on the host; tables of `least` positions."""
     inputs = [_padded(values)[None] for values in row.inputs.values()]
     rows = np.arange(len(row.tokens), max(len(row.tokens), _FEWEST_TOKENS)) + 1
     subtree_end = np.concatenate([row.subtree_end, rows])
@@ -45,7 +40,8 @@ def _row_arguments(row: Row, least: int) -> list[Any]:
 def _tree_arguments(row: Row) -> list[Any]:
     """The arguments that follow where the graph has layers that carry a state, in the order of TREE_INPUTS."""
     tree = tree_of_segments(row.segments, row.parent, _FEWEST_TOKENS)
-    return [getattr(tree, name).numpy() for name in TREE_INPUTS.values()]
+    fields = [(name, getattr(tree, name)) for name in TREE_INPUTS.values()]
+    return [tensor if name in READ_ON_HOST else tensor.numpy() for name, tensor in fields]
 
 
 def _window_arguments(row: Row, fields: Sequence[tuple[int, str]]) -> list[Any]:

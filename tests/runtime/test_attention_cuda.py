@@ -77,6 +77,15 @@ def test_flex_attention_takes_any_width(widths: tuple[int, int]) -> None:
     assert (out - tree_attention_reference(*tensors[:4], scale=0.4, **made)).abs().max() < 5e-6
 
 
+def test_models_of_a_process_may_have_many_forms_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(attention_cuda._attend, backend="eager", dynamic=True, fullgraph=True)
+    monkeypatch.setattr(attention_cuda, "_compiled_attend", lambda: compiled)
+    tensors, _ = inputs(0)
+    for scale in torch.linspace(0.1, 1, torch._dynamo.config.recompile_limit + 2).tolist():
+        out = flex_tree_attention(*tensors, None, Score(scale))
+        assert (out - tree_attention_reference(*tensors[:4], scale=scale)).abs().max() < 5e-6
+
+
 @pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "all"])
 def test_padding_rows_give_zero(options: dict[str, object]) -> None:
     tensors, made = inputs(1, **options)

@@ -16,7 +16,7 @@ from tests.runtime.trees import Spec, random_forest, segment_table
 from tests.runtime.varlen_reference import reference_kernels
 from tree_compile.runtime import flash_attention, flash_kernels
 from tree_compile.runtime.flash_attention import flash_backward_op, flash_op, flash_tree_attention
-from tree_compile.runtime.flash_calls import VarlenCall, ranges_of_calls, varlen_calls
+from tree_compile.runtime.flash_calls import VarlenCall, pairs_of_calls, varlen_calls
 
 TOLERANCE = 1e-12
 OPTIONS = {
@@ -117,10 +117,10 @@ def test_calls_cover_every_visible_pair_once(seed: int) -> None:
     table = segment_table(random_forest(rng, 120, rng.choice([1, 4, 30])))
     tokens = int(table[:, 2].max())
     covered = torch.zeros(tokens, tokens, dtype=torch.int64)
-    for ranges in ranges_of_calls(table.numpy()):
-        for queries, keys in zip(ranges.queries.tolist(), ranges.keys.tolist(), strict=True):
+    for pairs in pairs_of_calls(table.numpy()):
+        for queries, keys in zip(pairs.queries.tolist(), pairs.keys.tolist(), strict=True):
             block = torch.ones(queries[1] - queries[0], keys[1] - keys[0], dtype=torch.int64)
-            covered[slice(*queries), slice(*keys)] += block.tril() if ranges.causal else block
+            covered[slice(*queries), slice(*keys)] += block.tril() if pairs.causal else block
     rows = torch.arange(tokens)
     lengths = table[:, 1] - table[:, 0]
     ends = table[:, 2].repeat_interleave(lengths)

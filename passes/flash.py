@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,16 @@ from torch import fx
 from tree_compile.errors import KernelError
 from tree_compile.passes.autocast import AUTOCAST_OFF
 from tree_compile.passes.source import source_line
-from tree_compile.runtime.attention import tree_attention
+from tree_compile.runtime.attention import dtype_in_autocast, tree_attention
+from tree_compile.runtime.attention_score import Score
 from tree_compile.runtime.block_mask import tile_of
 from tree_compile.runtime.flash_choice import flash_is_faster
-from tree_compile.runtime.flash_forms import AttentionForm, chooses_kernels, why_not_flash
+from tree_compile.runtime.flash_forms import AttentionForm, Reason, is_cuda, why_not_flash
 from tree_compile.runtime.row import Row
 
 __all__ = ["FlashGraph", "flash_graph"]
 
-_OPTIONS = frozenset({"window", "chunk", "softcap", "key_bias", "pair_bias"})
+_OPTIONS = frozenset(Score._fields) - {"scale"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ def flash_graph(graph_module: fx.GraphModule, require_all: bool) -> FlashGraph |
         KernelError: it has one, and `require_all` is True.
     """
     graph = copy.deepcopy(graph_module.graph)
-    nodes = [node for node in graph.nodes if _is_attention(node) and chooses_kernels(_operand(node, 0).device)]
-    able = [node for node in nodes if _can(node, require_all)]
+    nodes = [node for node in graph.nodes if _is_attention(node) and is_cuda(_operand(node, 0).device)]
+    reasons = {node: why_not_flash(_form(node)) for node in nodes}
+    able = [node for node, reason in reasons.items() if reason is None]
+    if require_all:
+        _require_none(reasons)
     if not able:
         return None
     for node in able:
@@ -81,16 +85,16 @@ def _operand(node: fx.Node, place: int) -> torch.Tensor:
     return value
 
 
-def _can(node: fx.Node, require: bool) -> bool:
-    reason = why_not_flash(_form(node))
-    if reason is not None and require:
-        raise KernelError(
-            "The kernels of flash attention cannot compute this attention.",
-            where=source_line(node),
-            why=f"{reason.why}.",
-            hint=reason.hint,
-        )
-    return reason is None
+def _require_none(reasons: Mapping[fx.Node, Reason | None]) -> None:
+    """Refuses the first attention with a reason."""
+    for node, reason in reasons.items():
+        if reason is not None:
+            raise KernelError(
+                "The kernels of flash attention cannot compute this attention.",
+                where=source_line(node),
+                why=f"{reason.why}.",
+                hint=reason.hint,
+            )
 
 
 def _form(node: fx.Node) -> AttentionForm:
@@ -100,8 +104,5 @@ def _form(node: fx.Node) -> AttentionForm:
 
 
 def _dtype(node: fx.Node, query: torch.Tensor) -> torch.dtype:
-    """What attention computes in: under autocast its dtype, unless the model has that off there, or is in float64."""
-    device = query.device.type
-    if AUTOCAST_OFF in node.meta or query.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return query.dtype
-    return torch.get_autocast_dtype(device)
+    """What attention computes in: the dtype of autocast, unless the model has that off there."""
+    return query.dtype if AUTOCAST_OFF in node.meta else dtype_in_autocast(query)

@@ -9,9 +9,10 @@ from tree_compile.runtime.attention_cpu import attention_op
 from tree_compile.runtime.attention_cuda import flex_tree_attention
 from tree_compile.runtime.attention_score import Score
 from tree_compile.runtime.flash_attention import flash_tree_attention
-from tree_compile.runtime.flash_forms import AttentionForm, chooses_kernels, why_not_flash
+from tree_compile.runtime.flash_forms import AttentionForm, is_cuda, why_not_flash
+from tree_compile.runtime.options import check_choice
 
-__all__ = ["in_autocast_dtype", "tree_attention"]
+__all__ = ["dtype_in_autocast", "in_autocast_dtype", "tree_attention"]
 
 
 def tree_attention(
@@ -64,7 +65,8 @@ def tree_attention(
     query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, segments)
     _check_biases(key_bias, pair_bias)
-    if chooses_kernels(query.device):
+    check_choice("kernels", kernels, ("flex", "flash"))
+    if is_cuda(query.device):
         score = Score(scale, window, chunk, softcap, key_bias, pair_bias)
         if kernels == "flash":
             if not torch.compiler.is_compiling():  # a graph says so only where it was asked before
@@ -77,11 +79,15 @@ def tree_attention(
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as attention takes them under autocast, which leaves float64 alone; as they are where it is off."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+    return tuple(tensor.to(dtype_in_autocast(tensor)) for tensor in tensors)
+
+
+def dtype_in_autocast(tensor: Tensor) -> torch.dtype:
+    """The dtype that autocast, where it is on, gives to a tensor of a matrix product: it leaves float64 alone."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> None:

@@ -100,8 +100,11 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_gradients(query, key, value, rest[3])
+def _(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    _out: Tensor, _lse: Tensor, _segments: Tensor, sinks: Tensor | None, *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return empty_gradients(query, key, value, sinks)
 
 
 def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -113,8 +116,8 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tup
 def _differentiate(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     to_query, to_key, to_value, to_sinks = _backward_op(grad, *saved, *ctx.constants)  # type: ignore[attr-defined]
-    has_sinks = saved[6] is not None
-    return to_query, to_key, to_value, None, to_sinks if has_sinks else None, None, None, None, None, None, None
+    *_, sinks, _key_bias, _pair_bias = saved
+    return to_query, to_key, to_value, None, None if sinks is None else to_sinks, *[None] * 6
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tree_compile.runtime.layout import END, POSITION, START, SUBTREE_END
+from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.transfers import READS_ON_HOST, stream_of, to_device
 
 __all__ = ["NARROW_TILE", "TILE", "block_lists", "count_tiles", "tile_of", "tree_block_mask"]
@@ -26,7 +28,6 @@ _WIDEST_FOR_TILE = 192
 
 _TABLES = tuple(f"{kind}_{part}" for kind in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices"))
 
-Counts = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
@@ -39,8 +40,8 @@ class Tiles(NamedTuple):
         full: whether all of its pairs are visible, bool [N].
     """
 
-    row: Counts
-    column: Counts
+    row: IntArray
+    column: IntArray
     full: Flags
 
 
@@ -127,7 +128,7 @@ def block_lists(
     tiles = tiles_of(table, tokens, window, chunk, tile)
     n = -(-tokens // tile)
     by_row = np.argsort(tiles.row.astype(np.min_scalar_type(n)), kind="stable")
-    arrays = [table[:, 1].max(keepdims=True)]
+    arrays = [table[:, END].max(keepdims=True)]
     for first, other, full in (
         (tiles.row[by_row], tiles.column[by_row], tiles.full[by_row]),
         (tiles.column, tiles.row, tiles.full),
@@ -137,7 +138,7 @@ def block_lists(
     return packed.split([len(array) for array in arrays])
 
 
-def tiles_of(table: Counts, tokens: int, window: int, chunk: int, tile: int) -> Tiles:
+def tiles_of(table: IntArray, tokens: int, window: int, chunk: int, tile: int) -> Tiles:
     """The tiles in which some pair is visible; with window or chunk, perhaps a few more."""
     stop, full_stop = _column_ends(table, tokens, tile)
     n = len(stop)
@@ -148,7 +149,7 @@ def tiles_of(table: Counts, tokens: int, window: int, chunk: int, tile: int) -> 
     return _within(tiles, *_positions(table, n, tile), window, chunk) if window or chunk else tiles
 
 
-def count_tiles(table: Counts, tokens: int, tile: int) -> tuple[int, int]:
+def count_tiles(table: IntArray, tokens: int, tile: int) -> tuple[int, int]:
     """How many tiles need the mask entry by entry, and how many are visible throughout, without window and chunk."""
     stop, full_stop = _column_ends(table, tokens, tile)
     diagonal = np.arange(len(stop))
@@ -156,29 +157,29 @@ def count_tiles(table: Counts, tokens: int, tile: int) -> tuple[int, int]:
     return int(np.maximum(stop - diagonal, 0).sum()) - full, full
 
 
-def _column_ends(table: Counts, tokens: int, tile: int) -> tuple[Counts, Counts]:
+def _column_ends(table: IntArray, tokens: int, tile: int) -> tuple[IntArray, IntArray]:
     """For each column of tiles one past the last row that is needed, and one past the last that is full: [n] each."""
-    ends = _by_tile(table[:, 2], table, -(-tokens // tile), tile)
+    ends = _by_tile(table[:, SUBTREE_END], table, -(-tokens // tile), tile)
     # Behind the last token everything is 0: no column of padding is needed, and none with padding is full.
     return -(-ends.max(1) // tile), ends.min(1) // tile
 
 
-def _by_tile(values: Counts, table: Counts, n: int, tile: int) -> Counts:
+def _by_tile(values: IntArray, table: IntArray, n: int, tile: int) -> IntArray:
     """A value of each segment for its tokens, [n, tile]; 0 behind the last one."""
-    per_token = np.repeat(values, table[:, 1] - table[:, 0])
+    per_token = np.repeat(values, table[:, END] - table[:, START])
     return np.pad(per_token, (0, n * tile - len(per_token))).reshape(n, tile)
 
 
-def _positions(table: Counts, n: int, tile: int) -> tuple[Counts, Counts]:
+def _positions(table: IntArray, n: int, tile: int) -> tuple[IntArray, IntArray]:
     """Lowest and highest position in each tile; padding does not count."""
     row = np.arange(n * tile).reshape(n, tile)
-    position = row + _by_tile(table[:, 4] - table[:, 0], table, n, tile)
-    is_token = row < table[:, 1].max()
+    position = row + _by_tile(table[:, POSITION] - table[:, START], table, n, tile)
+    is_token = row < table[:, END].max()
     low = position.min(1, where=is_token, initial=np.iinfo(np.int64).max)
     return low, position.max(1, where=is_token, initial=-1)
 
 
-def _within(tiles: Tiles, low: Counts, high: Counts, window: int, chunk: int) -> Tiles:
+def _within(tiles: Tiles, low: IntArray, high: IntArray, window: int, chunk: int) -> Tiles:
     """The tiles in which some pair can be within window and chunk; full ones where all pairs are."""
     query_low, query_high = low[tiles.row], high[tiles.row]
     key_low, key_high = low[tiles.column], high[tiles.column]
@@ -191,12 +192,12 @@ def _within(tiles: Tiles, low: Counts, high: Counts, window: int, chunk: int) ->
     return Tiles(tiles.row[near], tiles.column[near], (tiles.full & within)[near])
 
 
-def _listed(first: Counts, other: Counts, n: int) -> tuple[Counts, Counts, Counts]:
+def _listed(first: IntArray, other: IntArray, n: int) -> tuple[IntArray, IntArray, IntArray]:
     """How many tiles each of `first` has, ascending, where in a table [n, n] they stand, and what stands there."""
     count = np.bincount(first, minlength=n)
     return count, first * n + _place_in_run(count), other
 
 
-def _place_in_run(count: Counts) -> Counts:
+def _place_in_run(count: IntArray) -> IntArray:
     """0, 1, … for each count, one after the other."""
     return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from tree_compile.runtime.attention_results import add_sinks, empty_gradients, empty_outputs, sink_gradient
-from tree_compile.runtime.flash_calls import Rows, varlen_calls
+from tree_compile.runtime.flash_calls import Rows, VarlenCall, varlen_calls
 from tree_compile.runtime.flash_kernels import kernels_for
 from tree_compile.runtime.transfers import READS_ON_HOST
 
@@ -45,10 +45,11 @@ def flash_op(
     out, lse = empty_outputs(query, value)
     lse.fill_(float("-inf"))
     queries, keys, values = _by_token(query, key, value)
-    total = torch.zeros_like(queries, dtype=lse.dtype)
-    forward = kernels_for(softcap).forward
-    for call in varlen_calls(segments, query.device):
-        part = forward(queries[call.queries], keys[call.keys], values[call.keys], call, scale)
+    own, *above = varlen_calls(segments, query.device)
+    parts = (_forward_of(call, queries, keys, values, scale, softcap) for call in (own, *above))
+    alone, lse[0, :, own.queries] = next(parts)
+    total = _in_row(alone, own.queries, len(queries), lse.dtype if above or sinks is not None else alone.dtype)
+    for call, part in zip(above, parts, strict=True):
         _merge(total, lse[0], call.queries, *part)
     if sinks is not None:
         add_sinks(total.transpose(0, 1), lse[0], sinks)
@@ -76,22 +77,14 @@ def flash_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last has no entries where there are no sinks."""
     results = empty_gradients(query, key, value, sinks)
-    upper, queries, keys, values, whole = _by_token(grad, query, key, value, out)
-    totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (queries, keys, values)]
-    backward = kernels_for(softcap).backward
-    for call in varlen_calls(segments, query.device):
-        parts = backward(
-            upper[call.queries],
-            queries[call.queries],
-            keys[call.keys],
-            values[call.keys],
-            whole[call.queries],
-            lse[0, :, call.queries].contiguous(),
-            call,
-            scale,
-        )
-        for sums, rows, part in zip(totals, (call.queries, call.keys, call.keys), parts, strict=True):
-            sums[rows] += part
+    by_token = _by_token(grad, query, key, value, out)
+    own, *above = varlen_calls(segments, query.device)
+    parts = (_backward_of(call, *by_token, lse=lse[0], scale=scale, softcap=softcap) for call in (own, *above))
+    dtype = lse.dtype if above else query.dtype
+    totals = [_in_row(part, own.queries, query.shape[2], dtype) for part in next(parts)]
+    for call, part in zip(above, parts, strict=True):
+        for sums, rows, some in zip(totals, (call.queries, call.keys, call.keys), part, strict=True):
+            sums[rows] += some
     for result, sums in zip(results[:3], totals, strict=True):
         _fill(result, sums)
     if sinks is not None:
@@ -100,8 +93,11 @@ def flash_backward_op(
 
 
 @flash_backward_op.register_fake
-def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_gradients(query, key, value, rest[3])
+def _(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    _out: Tensor, _lse: Tensor, _segments: Tensor, sinks: Tensor | None, *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return empty_gradients(query, key, value, sinks)
 
 
 def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -113,10 +109,35 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple[object, ...], output: tup
 def _differentiate(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     to_query, to_key, to_value, to_sinks = flash_backward_op(grad, *saved, *ctx.constants)  # type: ignore[attr-defined]
-    return to_query, to_key, to_value, None, to_sinks if saved[6] is not None else None, None, None
+    *_, sinks = saved
+    return to_query, to_key, to_value, None, None if sinks is None else to_sinks, None, None
 
 
 flash_op.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def _forward_of(
+    call: VarlenCall, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The output [n, Hq, width] and the log-sum-exp [Hq, n] of the queries of a call over its keys."""
+    given = queries[call.queries], keys[call.keys], values[call.keys]
+    return kernels_for(softcap).forward(*given, call, scale)
+
+
+def _backward_of(
+    call: VarlenCall, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor,
+    *, lse: Tensor, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Its part of the gradients of its queries, keys and values."""
+    given = grad[call.queries], queries[call.queries], keys[call.keys], values[call.keys], out[call.queries]
+    return kernels_for(softcap).backward(*given, lse[:, call.queries].contiguous(), call, scale)
+
+
+def _in_row(part: Tensor, rows: Rows, tokens: int, dtype: torch.dtype) -> Tensor:
+    """What the call of every token over its own segment gives, [T, heads, width], with zeros for padding."""
+    whole = part.new_zeros((tokens, *part.shape[1:]), dtype=dtype)
+    whole[rows] = part
+    return whole
 
 
 def _by_token(*tensors: Tensor) -> list[Tensor]:

@@ -69,7 +69,7 @@ class VarlenCall:
 
 
 def varlen_calls(segments: Tensor, device: torch.device) -> tuple[VarlenCall, ...]:
-    """The calls that cover every visible pair once.
+    """The calls that cover every visible pair once; the first is that of every token over its own segment.
 
     Args:
         segments: int64 [S, 5] on the CPU, as `tree_attention` takes it.

@@ -8,7 +8,7 @@ import torch
 
 from tree_compile.runtime.flash_kernels import has_capped_kernels, has_kernels, widest_head
 
-__all__ = ["AttentionForm", "Reason", "chooses_kernels", "why_not_flash"]
+__all__ = ["AttentionForm", "Reason", "is_cuda", "why_not_flash"]
 
 
 class AttentionForm(NamedTuple):
@@ -27,8 +27,8 @@ class AttentionForm(NamedTuple):
     options: frozenset[str]
 
 
-def chooses_kernels(device: torch.device) -> bool:
-    """Whether there is a choice between flex_attention and kernels of flash attention: on CUDA."""
+def is_cuda(device: torch.device) -> bool:
+    """Whether attention there is by flex_attention or by kernels of flash attention."""
     return device.type == "cuda"
 
 
@@ -50,9 +50,8 @@ _UNKNOWN_OPTIONS = {
 
 def why_not_flash(form: AttentionForm) -> Reason | None:
     """Why the kernels cannot compute an attention; None where they can."""
-    for option, why in _UNKNOWN_OPTIONS.items():
-        if option in form.options:
-            return Reason(why, _AUTO)
+    for option in sorted(form.options - {"softcap"}):
+        return Reason(_UNKNOWN_OPTIONS[option], _AUTO)
     if form.dtype not in (torch.float16, torch.bfloat16):
         name = str(form.dtype).removeprefix("torch.")
         return Reason(f"the kernels take float16 and bfloat16, not {name}", "call the model under torch.autocast.")

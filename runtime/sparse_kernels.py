@@ -63,15 +63,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, scale: f
         out [1, Hq, T, E], which lies in memory as [T, Hq, E] if Hk is 1, and the natural logarithm of the sum of the
         exponentials of the scores, float32 [1, Hq, T]. A query that names nothing has output 0 and logarithm -inf.
     """
-    key_heads, tokens = key.shape[1], query.shape[2]
-    shape = forward_shape(query.shape[1] // key_heads, *_widths(key, value), _DTYPES[query.dtype])
+    key_heads, tokens, group = key.shape[1], query.shape[2], query.shape[1] // key.shape[1]
+    shape = forward_shape(group, key.shape[3], value.shape[3], _DTYPES[query.dtype])
     kernel, blocks = _forward_kernel(shape), _in_blocks(indices, shape.block)
     out = query.new_empty(key_heads, tokens, shape.heads, shape.value_width)
     lse = query.new_empty(key_heads, tokens, shape.heads, dtype=torch.float32)
     queries = _by_key_head(query, key_heads, shape.heads)
     for head in range(key_heads):
         kernel(queries[head], _rows(key, head), _rows(value, head), blocks, scale, out[head], lse[head])
-    group = query.shape[1] // key_heads
     return _by_query_head(out, group), _by_query_head(lse[..., None], group)[..., 0]
 
 
@@ -93,8 +92,8 @@ def backward(
     Returns:
         Those of the query in its dtype, those of key and value in float32, shaped like them.
     """
-    key_heads = key.shape[1]
-    shape = backward_shape(query.shape[1] // key_heads, *_widths(key, value), _DTYPES[query.dtype])
+    key_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    shape = backward_shape(group, key.shape[3], value.shape[3], _DTYPES[query.dtype])
     kernel, blocks = _backward_kernel(shape), _in_blocks(indices, shape.block)
     grads, queries, outs = (_by_key_head(tensor, key_heads, shape.heads) for tensor in (grad, query, out))
     sums = _by_key_head(lse[..., None], key_heads, shape.heads)[..., 0]
@@ -108,7 +107,7 @@ def backward(
             grads[head], queries[head], _rows(key, head), _rows(value, head), blocks, scale, outs[head], sums[head],
             query_grad[head], key_grad[head], value_grad[head],
         )  # fmt: skip
-    return _by_query_head(query_grad, query.shape[1] // key_heads), key_grad[None], value_grad[None]
+    return _by_query_head(query_grad, group), key_grad[None], value_grad[None]
 
 
 @cache
@@ -130,10 +129,6 @@ def _compiled(program: Any) -> Callable[..., None]:
 
     kernel: Callable[..., None] = tilelang.compile(program, target=TARGET, execution_backend="tvm_ffi")
     return kernel
-
-
-def _widths(key: Tensor, value: Tensor) -> tuple[int, int]:
-    return key.shape[3], value.shape[3]
 
 
 def _rows(tensor: Tensor, head: int) -> Tensor:

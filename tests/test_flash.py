@@ -31,7 +31,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return flash_forms.why_not_flash(form._replace(dtype=torch.bfloat16))
 
     for module in (attention, flash):
-        monkeypatch.setattr(module, "chooses_kernels", lambda _: True)
+        monkeypatch.setattr(module, "is_cuda", lambda _: True)
         monkeypatch.setattr(module, "why_not_flash", why_not)
     monkeypatch.setattr(flash_forms, "has_kernels", lambda _: True)
     monkeypatch.setattr(flash_forms, "widest_head", lambda _: 256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from tree_compile.runtime.flash_choice import flash_is_faster
 from tree_compile.runtime.flash_forms import AttentionForm, Reason, is_cuda, why_not_flash
 from tree_compile.runtime.row import Row
 
-__all__ = ["FlashGraph", "flash_graph"]
+__all__ = ["FlashGraph", "KernelsOfGraph", "flash_graph", "kernels_of"]
 
 _OPTIONS = frozenset(Score._fields) - {"scale"}
 
@@ -59,7 +59,7 @@ def flash_graph(graph_module: fx.GraphModule, require_all: bool) -> FlashGraph |
         KernelError: it has one, and `require_all` is True.
     """
     graph = copy.deepcopy(graph_module.graph)
-    nodes = [node for node in graph.nodes if _is_attention(node) and is_cuda(_operand(node, 0).device)]
+    nodes = _on_cuda(graph)
     reasons = {node: why_not_flash(_form(node)) for node in nodes}
     able = [node for node, reason in reasons.items() if reason is None]
     if require_all:
@@ -71,6 +71,33 @@ def flash_graph(graph_module: fx.GraphModule, require_all: bool) -> FlashGraph |
     heads, width = (int(_operand(able[0], 0).shape[dim]) for dim in (1, 3))
     made = fx.GraphModule(graph_module, graph, class_name=type(graph_module).__name__)
     return FlashGraph(made, len(able), len(nodes) - len(able), heads, tile_of(width))
+
+
+class KernelsOfGraph(NamedTuple):
+    """What computes the attentions of a graph that are on CUDA.
+
+    Attributes:
+        flash: how many are by kernels of flash attention.
+        flex: how many are by flex_attention.
+        reasons: why flash attention cannot compute some of these, each once.
+    """
+
+    flash: int
+    flex: int
+    reasons: tuple[str, ...]
+
+
+def kernels_of(graph_module: fx.GraphModule) -> KernelsOfGraph:
+    """What computes the attentions of a rewritten graph."""
+    nodes = _on_cuda(graph_module.graph)
+    flex = [node for node in nodes if node.kwargs.get("kernels") != "flash"]
+    found = [why_not_flash(_form(node)) for node in flex]
+    reasons = dict.fromkeys(reason.why for reason in found if reason is not None)
+    return KernelsOfGraph(len(nodes) - len(flex), len(flex), tuple(reasons))
+
+
+def _on_cuda(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if _is_attention(node) and is_cuda(_operand(node, 0).device)]
 
 
 def _is_attention(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 
 from tree_compile.runtime.attention_score import Score
 from tree_compile.runtime.block_mask import tile_of, tree_block_mask
@@ -16,6 +16,9 @@ __all__ = ["flex_tree_attention"]
 
 # The narrowest head that flex_attention's kernels take.
 _NARROWEST = 16
+
+# Else rows below 128 tokens get the kernels for decoding, which do not fit the tiles of the mask for many head counts.
+_KERNEL_OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 _MOST_FORMS = 256
 """Of attention, in the models of one process. torch's own limit of 8 is for functions that forms should not need."""
@@ -65,6 +68,7 @@ def _attend(
         scale=score.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=sinks is not None),
+        kernel_options=_KERNEL_OPTIONS,
     )
     out, lse = outputs[0][..., : value.shape[3]], outputs[1].lse
     if sinks is None or lse is None:

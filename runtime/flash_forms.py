@@ -54,7 +54,9 @@ def why_not_flash(form: AttentionForm) -> Reason | None:
         return Reason(_UNKNOWN_OPTIONS[option], _AUTO)
     if form.dtype not in (torch.float16, torch.bfloat16):
         name = str(form.dtype).removeprefix("torch.")
-        return Reason(f"the kernels take float16 and bfloat16, not {name}", "call the model under torch.autocast.")
+        # Autocast leaves float64 alone, and the model may have it off around its attention.
+        hint = "call the model under torch.autocast, or with it off make the model half precision: model.bfloat16()."
+        return Reason(f"the kernels take float16 and bfloat16, not {name}", hint)
     if not has_kernels(form.device):
         return Reason(
             f"torch has no flash attention for the device {form.device}",
@@ -64,6 +66,6 @@ def why_not_flash(form: AttentionForm) -> Reason | None:
         return Reason(f"its heads are {form.width} wide, and the kernels take {widest_head(form.device)}", _AUTO)
     if "softcap" in form.options and not has_capped_kernels():
         return Reason(
-            "it has a soft cap, which torch's kernels have not", "install flash-attn 2.7 or newer, or " + _AUTO
+            "it has a soft cap, which torch's kernels have not", "install flash-attn from 2.7 on, below 3, or " + _AUTO
         )
     return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "ATTENTION",
     "DEMO_ROW_TOKENS",
     "MIN_SHARED_TOKENS",
     "OBJECTIVES",
@@ -24,6 +25,8 @@ __all__ = [
     "check_within",
 ]
 
+ATTENTION = ("auto", "flex", "flash")
+"""What may compute attention on CUDA: by row the faster one of the others, flex_attention, or flash attention."""
 OBJECTIVES = ("rows", "tokens")
 _SHARES = ("all", "context")
 PLAN_SECONDS = 0.15

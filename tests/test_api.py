@@ -410,7 +410,7 @@ def test_outputs_count_what_they_hold(tree_model: TreeModel) -> None:
 
 def test_explain_says_where_rows_have_no_states(tree_model: TreeModel) -> None:
     assert "no layer says" not in str(tree_model.explain())
-    assert str(tree_model.explain(SEQUENCES)).endswith("no layer says what state it carries: none is known for 1 row")
+    assert str(tree_model.explain(SEQUENCES)).endswith("no layer is known to carry a state: there is none in 1 row")
 
 
 def test_explain_names_lines_of_installed_packages_from_the_package_on() -> None:

@@ -121,8 +121,29 @@ def test_self_check_compares_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explanation_says_what_may_be_computed_by_flash_attention() -> None:
     text = str(treecompile(model(), backend="eager", min_shared_tokens=1).explain())
-    assert "2 attentions by flex_attention or flash attention, whichever is faster" in text
-    assert "flash attention" not in str(treecompile(model(), backend="eager", attention="flex").explain())
+    assert "\n2 attentions by flex_attention or flash attention, whichever is faster\n" in text
+    for way, by in (("flex", "flex_attention"), ("flash", "flash attention")):
+        assert f"\n2 attentions by {by}\n" in str(treecompile(model(), backend="eager", attention=way).explain())
+
+
+def test_explanation_says_why_attention_is_not_by_flash_attention() -> None:
+    text = str(treecompile(Model(windowed).double(), backend="eager").explain())
+    assert "\n1 attention by flex_attention: it has a sliding window, which goes along a path" in text
+
+
+def test_explanation_says_how_many_rows_take_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash.FlashGraph, "is_faster", lambda _, row: row.length > 100)
+    tree_model = treecompile(model(), backend="eager", row_tokens=150)
+    text = str(tree_model.explain([[1] * 90, [2] * 140]))
+    assert "\nflash attention for 1 of 2 rows\n" in text
+
+
+def test_explanation_off_cuda_says_that_a_way_which_was_asked_for_is_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "is_cuda", lambda _: False)
+    monkeypatch.setattr(attention, "is_cuda", lambda _: False)
+    text = str(treecompile(model(), backend="eager", attention="flash").explain())
+    assert '\nattention="flash" is for CUDA, and says nothing here\n' in text
+    assert "CUDA" not in str(treecompile(model(), backend="eager").explain())
 
 
 @pytest.mark.parametrize(("middle", "why"), [(windowed, "sliding window"), (capped, "soft cap")])

@@ -23,9 +23,9 @@ from tree_compile.explain import Explanation, explain
 from tree_compile.modes import evaluation, without_hooks_on_saved_tensors
 from tree_compile.output import TreeOutput
 from tree_compile.pipeline import CAPTURING
-from tree_compile.programs import ATTENTION, BACKENDS, Program, make_program, prove_further
+from tree_compile.programs import BACKENDS, Program, make_program, prove_further
 from tree_compile.rehearsal import grow
-from tree_compile.runtime.options import MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
+from tree_compile.runtime.options import ATTENTION, MIN_SHARED_TOKENS, PLAN_SECONDS, check_choice, check_options
 from tree_compile.runtime.plan import Plan
 from tree_compile.runtime.planning import plan_rows, warm_up
 from tree_compile.runtime.row import Row

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tree_compile.errors import TreeCompileError
-from tree_compile.runtime.options import DEMO_ROW_TOKENS, MIN_SHARED_TOKENS, OBJECTIVES, PLAN_SECONDS
+from tree_compile.runtime.options import ATTENTION, DEMO_ROW_TOKENS, MIN_SHARED_TOKENS, OBJECTIVES, PLAN_SECONDS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -120,6 +120,7 @@ def _add_check(commands: Any, common: argparse.ArgumentParser) -> None:
     check.add_argument("--tokenizer", type=Path, metavar="FILE", help=_TOKENIZER_HELP)
     help_text = "inductor (default), or eager: without compiling, which takes minutes for some models"
     check.add_argument("--backend", choices=("inductor", "eager"), default="inductor", help=help_text)
+    _add_attention(check)
     check.set_defaults(run=_check, parser=check)
 
 
@@ -127,7 +128,12 @@ def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
     text = "Says what each part of a model that mixes tokens becomes."
     explain = commands.add_parser("explain", parents=[common], help="say what a model becomes", description=text)
     explain.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    _add_attention(explain)
     explain.set_defaults(run=_explain, parser=explain)
+
+
+def _add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--attention", choices=ATTENTION, default="auto", help="what computes it on CUDA: docs/gpu.md")
 
 
 def _add_pack(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -228,7 +234,8 @@ def _check(options: argparse.Namespace) -> int:
         sequences = [rollout.tokens for rollout in read_rollouts(options.rollouts, tokenizer)]
     with _progress() as progress, narrated(progress, f"check {options.target}"):
         settings = {"vocab_size": tokenizer.vocabulary} if sequences else {}
-        report = treecompile(load_target(options.target, **settings), backend=options.backend).check(sequences)
+        model = load_target(options.target, **settings)
+        report = treecompile(model, backend=options.backend, attention=options.attention).check(sequences)
     if options.json:
         _print_json(dataclasses.asdict(report) | {"gradient_tolerance": report.gradient_tolerance, "ok": report.ok})
     else:
@@ -242,7 +249,8 @@ def _explain(options: argparse.Namespace) -> int:
     from tree_compile.targets import load_target
 
     with _progress() as progress, narrated(progress, f"explain {options.target}"):
-        explanation = treecompile(load_target(options.target), backend="eager").explain()
+        model = load_target(options.target)
+        explanation = treecompile(model, backend="eager", attention=options.attention).explain()
     if options.json:
         _print_json(dataclasses.asdict(explanation))
     else:

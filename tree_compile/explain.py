@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tree_compile.errors import SourceLine
 from tree_compile.passes.finding import Finding
+from tree_compile.passes.flash import KernelsOfGraph, kernels_of
 from tree_compile.programs import Program
 from tree_compile.runtime.counts import count_of
 from tree_compile.runtime.depths import depths_of
@@ -54,7 +55,7 @@ class Explanation:
         blocks: number of blocks, and how many of them have code of their own.
         rows: what layers that carry a state do for the rows that were asked for.
         asked_rows: how many rows were asked for.
-        kernels: what computes attention, where there is a choice.
+        kernels: what computes attention on CUDA, and for how many of the rows; empty where nothing is to be said.
     """
 
     findings: tuple[Finding, ...]
@@ -75,7 +76,7 @@ class Explanation:
         lines.append("every other operation is proved to work token by token")
         lines += map(str, self.rows)
         if self.asked_rows and not self.rows:
-            lines.append(f"no layer says what state it carries: none is known for {count_of(self.asked_rows, 'row')}")
+            lines.append(f"no layer is known to carry a state: there is none in {count_of(self.asked_rows, 'row')}")
         return "\n".join(lines)
 
 
@@ -107,16 +108,30 @@ def explain(program: Program, rows: Sequence[Row] = ()) -> Explanation:
     blocks = (len(program.blocks.blocks), program.blocks.distinct)
     states = sum(finding.state_bytes for finding in findings)
     costs = tuple(_row_states(row, states) for row in rows if states)
-    return Explanation(findings, limits, program.rewritten.vocabulary, blocks, costs, len(rows), _kernels(program))
+    return Explanation(
+        findings, limits, program.rewritten.vocabulary, blocks, costs, len(rows), _kernels(program, rows)
+    )
 
 
-def _kernels(program: Program) -> str:
-    """Which attentions may be computed by kernels of flash attention, row by row."""
-    if program.flash is None:
-        return ""
-    graph = program.flash.graph
-    others = f", the other {graph.others} by flex_attention" if graph.others else ""
-    return f"{count_of(graph.layers, 'attention')} by flex_attention or flash attention, whichever is faster{others}"
+def _kernels(program: Program, rows: Sequence[Row]) -> str:
+    """What computes attention on CUDA, and why not something else."""
+    by_row = program.flash
+    found = kernels_of((program if by_row is None else by_row.program).rewritten.graph_module)
+    parts = []
+    if found.flash:
+        either = "flash attention" if by_row is None else "flex_attention or flash attention, whichever is faster"
+        parts.append(f"{count_of(found.flash, 'attention')} by {either}")
+    if by_row is not None and rows:
+        parts.append(f"flash attention for {sum(map(by_row.graph.is_faster, rows))} of {count_of(len(rows), 'row')}")
+    if found.flex:
+        parts.append(f"{count_of(found.flex, 'attention')} by flex_attention{_because(program, found)}")
+    if not parts and program.attention != "auto":
+        parts.append(f'attention="{program.attention}" is for CUDA, and says nothing here')
+    return "\n".join(parts)
+
+
+def _because(program: Program, found: KernelsOfGraph) -> str:
+    return f": {'; '.join(found.reasons)}" if program.attention == "auto" else ""
 
 
 def _row_states(row: Row, bytes_per_chunk: int) -> RowStates:

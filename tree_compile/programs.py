@@ -20,8 +20,6 @@ from tree_compile.runtime.row import Row
 from tree_compile.unpacked import PlainModel
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
-ATTENTION = ("auto", "flex", "flash")
-"""What may compute attention on CUDA: by row the faster one of the others, flex_attention, or flash attention."""
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,17 @@ from tree_compile.runtime.row_tree import CHUNK, RowTree
 
 ROWS = (4096, 1000, 5003)
 """Tokens of the rows that a function is called with, one after the other."""
+SHORT_ROWS = (29, 60)
+"""As in the comparison of the first call: torch has other kernels for so few queries."""
 ATTENTION = ["query", "key", "value", "segments", "position", "subtree_end"]
 VOCABULARY = 128_256
 CHANNELS = 1024
 
 
-def attention(heads: int, key_heads: int, width: int, **options: float) -> dict[str, Any]:
+def attention(heads: int, key_heads: int, width: int, rows: Sequence[int] = ROWS, **options: float) -> dict[str, Any]:
     """Attention over a tree with some of the options of `tree_attention`."""
     function = graph_of(tree_attention, ATTENTION, scale=width**-0.5, **options)
-    return lowered(function, partial(attention_inputs, heads, key_heads, width), ROWS)
+    return lowered(function, partial(attention_inputs, heads, key_heads, width), rows)
 
 
 def attention_with_sinks(heads: int, key_heads: int, width: int) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def attention_with_sinks(heads: int, key_heads: int, width: int) -> dict[str, An
 def attention_inputs(heads: int, key_heads: int, width: int, tokens: int) -> list[Tensor]:
     """The tensors of `ATTENTION` for a row; longer rows have more segments."""
     query, key, value = (on_gpu(1, count, tokens, width, trained=True) for count in (heads, key_heads, key_heads))
-    segments = torch.empty(tokens // 100, 5, dtype=torch.int64)
+    segments = torch.empty(max(2, tokens // 100), 5, dtype=torch.int64)
     return [query, key, value, segments, *(on_gpu(tokens, dtype=torch.int64) for _ in range(2))]
 
 
@@ -116,6 +118,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "softcap": partial(attention, 4, 2, 64, softcap=30.0),
     "sinks": partial(attention_with_sinks, 4, 2, 64),
     "wide heads": partial(attention, 4, 2, 256),
+    "short rows": partial(attention, 8, 1, 256, SHORT_ROWS),
     "convolution": convolution,
     "recurrence": recurrence,
     "logprobs": logprobs,

@@ -86,9 +86,9 @@ def interpreted(run: Run) -> Found:
     return run("attention_in_interpreter.py", TRITON_INTERPRET="1")
 
 
-CASES = ["tree", "window", "softcap", "sinks", "wide heads", "convolution", "recurrence", "logprobs"]
+CASES = ["tree", "window", "softcap", "sinks", "wide heads", "short rows", "convolution", "recurrence", "logprobs"]
 COMPILED = [case for case in CASES if case != "logprobs"]
-ATTENTION = ["tree", "window", "softcap", "sinks", "wide heads"]
+ATTENTION = ["tree", "window", "softcap", "sinks", "wide heads", "short rows"]
 
 
 @pytest.mark.parametrize("case", CASES)

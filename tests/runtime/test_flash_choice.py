@@ -38,7 +38,7 @@ def test_kernels_take_half_precision_up_to_their_width(dtype: torch.dtype, width
         ({"options": frozenset({"pair_bias"})}, "all pairs", "flex_attention"),
         ({"options": frozenset({"softcap"})}, "soft cap", "install flash-attn"),
         ({"dtype": torch.float32}, "not float32", "autocast"),
-        ({"dtype": torch.float64}, "not float64", "autocast"),
+        ({"dtype": torch.float64}, "not float64", "model.bfloat16()"),
         ({"width": 264}, "264 wide", "flex_attention"),
         ({"device": torch.device("cpu")}, "no flash attention for the device cpu", "Ampere"),
     ],

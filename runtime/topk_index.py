@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ __all__ = [
     "check_scored",
     "highest",
     "index_scores",
+    "recorded_choices",
+    "told_of",
     "tree_topk_index",
     "write_chosen",
 ]
@@ -102,6 +106,7 @@ def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor,
     """`tree_topk_index` of tensors without gradients."""
     query, key, weights = query[0], key[0], weights[0]
     kept = query.new_full((1, len(query), k), -1, dtype=torch.int32)
+    places = told_of(kept)
     blocks = list(_blocks(segments))
     near = _scores_in_blocks(query, key, weights, _scored(blocks, k))
     path = torch.zeros(max(above + end - start for start, end, above in blocks), dtype=torch.int64)
@@ -115,6 +120,8 @@ def topk_index_op(query: Tensor, key: Tensor, weights: Tensor, segments: Tensor,
             visible = highest(scores.masked_fill_(~visible, -torch.inf), k) & visible
         keys = path[: count + end - start].to(key.device, torch.int32)
         write_chosen(kept[0, rows], visible, keys)
+        if places is not None:
+            write_chosen(places[rows], visible, torch.arange(len(keys), device=keys.device, dtype=keys.dtype))
     return kept
 
 
@@ -192,6 +199,32 @@ def above_and_at_last(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rounding = units * size.masked_fill(size.isinf(), 0)
     above = scores > last + rounding
     return above, (scores >= last - rounding) & ~above
+
+
+_RECORDING: ContextVar[list[Tensor] | None] = ContextVar("_RECORDING", default=None)
+
+
+@contextmanager
+def recorded_choices() -> Iterator[list[Tensor]]:
+    """What is chosen while it lasts, one tensor for every call of an op that chooses: int32 [T, k].
+
+    Of every query the places of its keys, or entries, among those of its own path; -1 behind them.
+    """
+    found: list[Tensor] = []
+    before = _RECORDING.set(found)
+    try:
+        yield found
+    finally:
+        _RECORDING.reset(before)
+
+
+def told_of(kept: Tensor) -> Tensor | None:
+    """Where places are to be written for a result [1, T, k], if they are recorded."""
+    recording = _RECORDING.get()
+    if recording is None:
+        return None
+    recording.append(kept[0].clone())
+    return recording[-1]
 
 
 def write_chosen(kept: Tensor, chosen: Tensor, keys: Tensor) -> None:

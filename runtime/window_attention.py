@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_compile.runtime.layout import END, PARENT, START
 from tree_compile.runtime.sparse_attention import sparse_attention
-from tree_compile.runtime.topk_index import BUDGET, check_scored, highest, index_scores, write_chosen
+from tree_compile.runtime.topk_index import BUDGET, check_scored, highest, index_scores, told_of, write_chosen
 from tree_compile.runtime.transfers import READS_ON_HOST
 
 __all__ = [
@@ -155,6 +155,7 @@ def _topk_op(
     query: Tensor, key: Tensor, weights: Tensor, segments: Tensor, ranges: Tensor, last: Tensor, k: int
 ) -> Tensor:
     kept = last.new_full((1, len(last), k), -1, dtype=torch.int32)
+    places = told_of(kept)
     for start, end, on_path in _paths(segments, ranges):
         entries = on_path.to(last.device)
         at_once = max(1, BUDGET // (query.shape[2] * max(len(entries), 1)))
@@ -165,6 +166,9 @@ def _topk_op(
                 scores = index_scores(query[0, rows], key[0].index_select(0, entries), weights[0, rows])
                 visible = visible & highest(scores.masked_fill_(~visible, -torch.inf), k)
             write_chosen(kept[0, rows], visible, entries.to(kept.dtype))
+            if places is not None:
+                numbers = torch.arange(len(entries), device=kept.device, dtype=kept.dtype)
+                write_chosen(places[rows], visible, numbers)
     return kept
 
 

@@ -6,6 +6,8 @@ import torch
 from tests.differential.test_sparse import VOCABULARY, mistral_large4
 from tests.differential.trees import random_sequences
 from tree_compile import treecompile
+from tree_compile.models.compressed import Compressed, CompressedConfig
+from tree_compile.models.sparse_mla import SparseMLA, SparseMLAConfig
 from tree_compile.ties import EarliestOfEquals
 from tree_compile.tiny import tiny_model
 
@@ -56,6 +58,46 @@ def test_model_with_equal_keys_is_equal_to_the_unpacked_model(dtype):
     assert report.ties > 20
 
 
+HALF = {
+    "sparse_mla": lambda: SparseMLA(SparseMLAConfig(vocab_size=VOCABULARY)),
+    "compressed": lambda: Compressed(CompressedConfig(vocab_size=VOCABULARY)),
+    "deepseek_v32": lambda: tied(index_n_heads=32),
+    "glm_moe_dsa": lambda: tiny_model("glm_moe_dsa", index_n_heads=32, experts_implementation="batched_mm"),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", HALF)
+def test_model_in_half_precision_is_equal_to_the_unpacked_model(name, autocast):
+    """Scores that are rounded so coarsely put other keys among the highest, which changes outputs by far more."""
+    torch.manual_seed(0)
+    model = HALF[name]().eval().to(torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        report = treecompile(model, min_shared_tokens=1, backend="eager").check()
+    assert report.ok
+    assert report.greatest_output_difference < report.tolerance / 2
+
+
+def test_choice_of_the_tree_model_is_taken_where_no_key_that_it_leaves_out_scores_higher():
+    scores = torch.tensor([[[0.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf], [3.0, 1.0, 3.0 - 1e-3]]])
+    right = torch.tensor([[0], [1], [2]])
+    router, wrong = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([[0], [0], [0]])
+    with EarliestOfEquals(3, made=[router, wrong, right], rounding=1e-3):
+        found = scores.topk(1)
+        assert found.indices.flatten().tolist() == [0, 1, 2]
+        assert torch.equal(found.values, scores.gather(-1, found.indices))
+        assert scores.topk(1).indices.flatten().tolist() == [0, 1, 0]  # there is none left
+    for not_taken in (wrong, torch.tensor([[0], [1], [-1]]), torch.tensor([[0], [1], [3]])):
+        with EarliestOfEquals(3, made=[not_taken], rounding=1e-3):
+            assert scores.topk(1).indices.flatten().tolist() == [0, 1, 0]
+
+
+def test_choices_of_fewer_keys_than_are_asked_for_are_filled_up():
+    scores = torch.tensor([[[0.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf], [3.0, 1.0, 2.0]]])
+    with EarliestOfEquals(3, made=[torch.tensor([[0, -1], [1, 0], [2, 0]])]):
+        assert scores.topk(2).indices.tolist() == [[[0, 1], [1, 0], [0, 2]]]
+
+
 def tied(**config):
     return tiny_model("deepseek_v32", experts_implementation="batched_mm", **config).eval()
 
@@ -65,7 +107,7 @@ def test_report_counts_the_choices_among_equal_scores():
     sequences = random_sequences(1, VOCABULARY)
     report = treecompile(model, min_shared_tokens=1, backend="eager").check(sequences)
     assert report.ties > 0
-    assert f"{report.ties:,} choices among equal scores: the earliest key, in both models" in str(report)
+    assert f"{report.ties:,} choices among equal scores: the same keys in both models" in str(report)
 
 
 def test_only_choices_that_could_have_been_others_are_counted():

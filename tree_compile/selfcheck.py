@@ -40,6 +40,7 @@ from tree_compile.runtime.recordings import ROUTED
 from tree_compile.runtime.row import Row
 from tree_compile.runtime.samples import Sample
 from tree_compile.runtime.sequences import Sequences
+from tree_compile.runtime.topk_index import recorded_choices
 from tree_compile.ties import ties_of
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
@@ -101,7 +102,7 @@ class CheckReport:
             found = f"{self.greatest_gradient_difference:.1e}{where}"
             lines.append(f"  gradients: {difference} {found}, {allowed} {self.gradient_tolerance:.0e}")
         if self.ties is not None:
-            lines.append(f"  {count_of(self.ties, 'choice')} among equal scores: the earliest key, in both models")
+            lines.append(f"  {count_of(self.ties, 'choice')} among equal scores: the same keys in both models")
         tokens = f"{count_of(self.input_tokens, 'token')} in, {self.packed_tokens:,} computed"
         lines.append(f"  {tokens}, {count_of(self.rows, 'row')}")
         return "\n".join(lines)
@@ -121,7 +122,7 @@ def compare(
         _LOG.info("comparing %s: packed", what)
         packed, weights = _packed_side(plan, run, program, parameters)
         _LOG.info("comparing %s: unpacked", what)
-        alone = _unpacked_side(plain, plan, program, weights, parameters)
+        alone = _unpacked_side(plain, plan, program, weights, parameters, packed.choices)
     dtypes = program.rewritten.dtypes
     worst, gradient_difference = _worst_gradient_of(packed, alone, dtypes)
     return CheckReport(
@@ -138,10 +139,11 @@ def _worst_gradient_of(packed: _Side, alone: _Side, dtypes: Collection[torch.dty
 
 @dataclass
 class _Side:
-    """Outputs of every sequence, the gradients of the loss, and choices among equal scores."""
+    """Outputs of every sequence, the gradients of the loss, the choices of each row, and those among equal scores."""
 
     outputs: list[list[Tensor]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    choices: list[list[Tensor]] = field(default_factory=list)
     ties: int | None = None
 
 
@@ -149,11 +151,16 @@ def _packed_side(
     plan: Plan, run: Callable[[Row], RowResult], program: Program, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[_Side, list[list[Tensor]]]:
     """The tree model's side, and the weights of its outputs in the loss."""
-    packed = TreeOutput([run(row) for row in plan.rows], program.rewritten.output_form)
+    results, choices = [], []
+    for row in plan.rows:
+        with recorded_choices() as made:
+            results.append(run(row))
+        choices.append(made)
+    packed = TreeOutput(results, program.rewritten.output_form)
     parts = [tensors_of(packed[sequence]) for sequence in range(plan.sequences)]
     weights = weights_of(parts)
     gradients = gradients_of(parts, weights, parameters)
-    return _Side([[part.detach() for part in own] for own in parts], gradients), weights
+    return _Side([[part.detach() for part in own] for own in parts], gradients, choices), weights
 
 
 def _unpacked_side(
@@ -162,11 +169,14 @@ def _unpacked_side(
     program: Program,
     weights: Sequence[Sequence[Tensor]],
     parameters: Mapping[str, nn.Parameter],
+    choices: Sequence[Sequence[Tensor]],
 ) -> _Side:
     side = _Side(ties=0 if program.rewritten.has_indexer else None)
     for sequence, own_weights in enumerate(weights):
         inputs = _sequence_inputs(plan, sequence, plain.input_names, program.device)
-        chooses = ties_of(program.rewritten, inputs[0].shape[1])
+        row = plan.row_of(sequence)
+        path = torch.from_numpy(plan.rows[row].path(sequence)).to(program.device)
+        chooses = ties_of(program.rewritten, inputs[0].shape[1], (made[path] for made in choices[row]))
         with plain_checkpoints(plain.model), chooses as found, of_the_model_alone():
             parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
         if found is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tree_compile.comparison import tolerance
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.runtime.topk_index import above_and_at_last, highest
 
@@ -18,29 +19,37 @@ if TYPE_CHECKING:
 
 
 class EarliestOfEquals(TorchFunctionMode):
-    """Lets every selection of keys in a model take the earliest of equal scores.
+    """Lets every selection of keys in a model be that of the tree model, or else take the earliest of equal scores.
 
     Scores are often equal: to 0, where `relu` has cut off all heads, as for a padding token whose embedding is 0; up to
-    rounding, where a token comes again and nothing tells its position. The unpacked model is compared under this mode,
-    since its own choice is no better than another.
+    rounding, where a token comes again and nothing tells its position, or in half precision. The unpacked model is
+    compared under this mode, since its own choice is no better than another.
 
     Args:
         tokens: the length of the sequence; a selection of keys is one from scores [batch, …, tokens, keys].
         windows: sizes of the windows that are pooled into one key; there may be a key for every token as well.
         most: fewer keys are kept where this is less than the model keeps.
+        made: the choices of the tree model in the order of its layers, int [tokens, k], places among the keys of the
+            sequence with -1 behind them. One is taken where no key that it leaves out scores higher, up to rounding.
+        rounding: what scores may differ by, relative to the highest one of a query.
 
     Attributes:
         ties: for how many queries the last key that was taken has the score of one that was not, up to rounding.
         fewer: in how many selections fewer keys were kept than in the model.
     """
 
-    def __init__(self, tokens: int, windows: Iterable[int] = (), most: int | None = None) -> None:
+    def __init__(
+        self, tokens: int, windows: Iterable[int] = (), most: int | None = None,
+        made: Iterable[Tensor] = (), rounding: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._tokens = tokens
         self._most = most
         self.ties = 0
         self.fewer = 0
         self._keys = {tokens // window for window in (1, *windows)}
+        self._made = list(made)
+        self._rounding = rounding
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,14 +73,45 @@ class EarliestOfEquals(TorchFunctionMode):
             return scores.topk(0)
         chosen, equal = highest(scores, k), above_and_at_last(scores, k)[1]
         self.ties += int((equal & ~chosen & (scores > HIDDEN_BELOW)).any(-1).sum())
-        keys = chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
+        keys = (chosen if (made := self._made_by_tree(scores, k)) is None else made).nonzero()[:, -1]
+        keys = keys.view(*scores.shape[:-1], k)
         ordered = scores.gather(-1, keys).sort(dim=-1, descending=True, stable=True)
         return torch.return_types.topk((ordered.values, keys.gather(-1, ordered.indices)))
 
+    def _made_by_tree(self, scores: Tensor, k: int) -> Tensor | None:
+        """The first choice left that is right for these scores, filled up to `k` keys: bool, shaped like them."""
+        for place, places in enumerate(self._made):
+            taken = _as_mask(places, scores)
+            if taken is not None and self._is_right(taken, scores, k):
+                del self._made[: place + 1]
+                return highest(scores.masked_fill(taken, torch.inf), k)
+        return None
 
-def ties_of(rewritten: Rewritten, tokens: int) -> AbstractContextManager[EarliestOfEquals | None]:
-    """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`."""
+    def _is_right(self, taken: Tensor, scores: Tensor, k: int) -> bool:
+        """Whether `k` keys, or all that can be seen, were taken, and none left out that scores higher."""
+        seen = scores > HIDDEN_BELOW
+        size = scores.abs().masked_fill(~seen | scores.isinf(), 0).amax(-1, keepdim=True)
+        last = scores.topk(k).values[..., -1:]
+        are_enough = taken.sum(-1) == seen.sum(-1).clamp(max=k)
+        return bool(are_enough.all()) and bool((~taken | (scores >= last - self._rounding * size)).all())
+
+
+def _as_mask(places: Tensor, scores: Tensor) -> Tensor | None:
+    """Places [tokens, k] as bool, shaped like the scores [1, …, tokens, keys]; None where they are not of such."""
+    keys = scores.shape[-1]
+    if scores.numel() != len(places) * keys or int(places.max()) >= keys:
+        return None
+    mask = scores.new_zeros((len(places), keys + 1), dtype=torch.bool)
+    mask.scatter_(1, places.long() % (keys + 1), True)  # -1 is the last column, which is of no key
+    return mask[:, :keys].view_as(scores)
+
+
+def ties_of(
+    rewritten: Rewritten, tokens: int, made: Iterable[Tensor] = ()
+) -> AbstractContextManager[EarliestOfEquals | None]:
+    """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`, which has `made` choices."""
     if not rewritten.has_indexer:
         return nullcontext()
     most = None if rewritten.most_kept is None else rewritten.most_kept.keys
-    return EarliestOfEquals(tokens, [window for window, _ in rewritten.windows], most)
+    windows = [window for window, _ in rewritten.windows]
+    return EarliestOfEquals(tokens, windows, most, made, tolerance(rewritten.dtypes))

@@ -16,7 +16,7 @@ from tests.runtime.attention_reference import visible_pairs
 from tree_compile import Row, plan_rows
 from tree_compile.runtime import topk_index
 from tree_compile.runtime.sparse_attention import sparse_attention, sparse_attention_op
-from tree_compile.runtime.topk_index import highest, topk_index_op, tree_topk_index
+from tree_compile.runtime.topk_index import highest, recorded_choices, topk_index_op, tree_topk_index
 
 
 def row_of(seed: int) -> Row:
@@ -118,6 +118,18 @@ def test_of_equal_keys_the_earliest_are_kept_however_their_products_are_rounded(
     index = tree_topk_index(query, key, weights, segments_of(row), 20)
     path = [ancestors.nonzero()[:20, 0].tolist() for ancestors in visible_pairs(segments_of(row), len(row.tokens))]
     assert index[0].tolist() == [own + [-1] * (20 - len(own)) for own in path]
+
+
+def test_recorded_choices_are_places_on_the_path_of_each_query() -> None:
+    row = plan_rows(long_sequences(1, 8), min_shared_tokens=1).rows[0]
+    inputs = index_inputs(row, 4, 8, 0, few_values=False)
+    with recorded_choices() as found:
+        index = tree_topk_index(*inputs, segments_of(row), 20)
+    tree_topk_index(*inputs, segments_of(row), 20)
+    (places,) = found
+    for token, visible in enumerate(visible_pairs(segments_of(row), len(row.tokens))):
+        path = [*visible.nonzero()[:, 0].tolist(), -1]
+        assert [path[place] for place in places[token].tolist()] == index[0, token].tolist()
 
 
 def test_one_great_score_does_not_make_others_equal() -> None:

@@ -128,12 +128,14 @@ def test_chosen_entries_score_highest_among_those_on_the_path(
     key = torch.randint(-1, 2, (1, len(tables.number), 3), generator=generator).double()
     weights = torch.randint(-1, 2, (1, len(row.parent), 2), generator=generator).double()
     plan = [torch.from_numpy(row.segments), *tensors(tables, "ranges", "last")]
-    (found,) = topk_entries(query, key, weights, *plan, keep)
+    with topk_index.recorded_choices() as recorded:
+        (found,) = topk_entries(query, key, weights, *plan, keep)
     scores = (torch.relu(query[0] @ key[0].T) * weights[0, :, :, None]).sum(1)
     for token in range(row.length):
         seen = seen_by_loop(row, size, token)
         best = sorted(sorted(seen, key=lambda entry: (-float(scores[token, entry]), entry))[:keep])
         assert found[token].tolist() == best + [-1] * (keep - len(best))
+        assert recorded[0][token].tolist() == [seen.index(e) for e in best] + [-1] * (keep - len(best))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 32])

@@ -119,9 +119,9 @@ def test_what_makes_the_mask_is_an_input_of_the_graph(lowered: Found, case: str)
     assert ("position" in inputs) == (case == "window")
 
 
-@pytest.mark.parametrize("case", ["tree", "full tile", "window", "softcap", "grouped queries"])
+@pytest.mark.parametrize("case", ["tree", "full tile", "window", "softcap", "grouped queries", "sinks"])
 def test_interpreted_attention_has_the_output_and_gradients_of_the_definition(interpreted: Found, case: str) -> None:
-    assert len(interpreted[case]) == 4
+    assert len(interpreted[case]) == (5 if case == "sinks" else 4)
     # Each by itself: the maximum of numbers and nan may be a number.
     assert all(difference < FLOAT32_TOLERANCE for difference in interpreted[case])
 

@@ -89,6 +89,12 @@ def interpreted(run: Run) -> Found:
 CASES = ["tree", "window", "softcap", "sinks", "wide heads", "convolution", "recurrence", "logprobs"]
 COMPILED = [case for case in CASES if case != "logprobs"]
 ATTENTION = ["tree", "window", "softcap", "sinks", "wide heads"]
+INTERPRETED = ["tree", "full tile", "window", "softcap", "grouped queries", "sinks"]
+
+
+def test_every_case_of_the_scripts_is_asserted_on(lowered: Found, interpreted: Found) -> None:
+    assert lowered.keys() == set(CASES)
+    assert interpreted.keys() == {*INTERPRETED, "mask of one sequence"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,7 +125,7 @@ def test_what_makes_the_mask_is_an_input_of_the_graph(lowered: Found, case: str)
     assert ("position" in inputs) == (case == "window")
 
 
-@pytest.mark.parametrize("case", ["tree", "full tile", "window", "softcap", "grouped queries", "sinks"])
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_attention_has_the_output_and_gradients_of_the_definition(interpreted: Found, case: str) -> None:
     assert len(interpreted[case]) == (5 if case == "sinks" else 4)
     # Each by itself: the maximum of numbers and nan may be a number.

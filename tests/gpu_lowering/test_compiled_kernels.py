@@ -10,23 +10,19 @@ Not shown: the rounding of tensor cores, races, what the other configurations of
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parent
-KERNELS = Path(sys.prefix) / "kernels"
-"""Apart from other packages: transformers would call kernels that it finds, which need a GPU."""
+from tests.gpu_lowering.scripts import HERE, KERNELS, SHARED_BYTES_OF_HOPPER, printed_by
+
 FLOAT32_TOLERANCE = 1e-5
-SHARED_BYTES_OF_HOPPER = 227 * 1024
 WRITTEN_FOR = "2.13."
 """The private parts of torch that the GPU is pretended in differ from version to version."""
 
@@ -50,21 +46,8 @@ pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against())
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a script of this folder with the pretended GPU, and returns the object that it prints."""
     folder = tmp_path_factory.mktemp("gpu")
-    library = built_library(folder)
-    paths = [str(HERE.parents[1]), str(KERNELS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-    }
-
-    def run_script(script: str, **settings: str) -> Found:
-        command = [sys.executable, HERE / "with_gpu.py", library, HERE / script]
-        done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2_000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run_script
+    before = (HERE / "with_gpu.py", built_library(folder))
+    return partial(printed_by, packages=KERNELS, before=before, TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
 
 
 def built_library(folder: Path) -> Path:

@@ -91,9 +91,13 @@ def test_model_by_flash_attention_equals_the_unpacked_model(seed: int, monkeypat
     assert calls[-1] == tree_model.plan(sequences).packed_tokens
 
 
-def test_compiled_model_by_flash_attention_equals_the_unpacked_model() -> None:
+def test_compiled_model_by_flash_attention_equals_the_unpacked_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch)
     tree_model = treecompile(model(), attention="flash", min_shared_tokens=1)
-    assert tree_model.check(random_sequences(0, VOCABULARY)).ok
+    sequences = random_sequences(0, VOCABULARY)
+    assert tree_model.check(sequences).ok
+    tree_model(sequences)
+    assert calls[-2:] == [tree_model.plan(sequences).packed_tokens] * 2
 
 
 def test_each_row_takes_the_kernels_that_are_estimated_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:

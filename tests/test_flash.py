@@ -63,6 +63,16 @@ def capped(model, x):
     return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf")).softmax(-1) @ x
 
 
+def causal(_model, x):
+    """Attention over all ancestors."""
+    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+
+
+def windowed_and_causal(model, x):
+    """Two attentions, of which flash attention can compute the second."""
+    return causal(model, windowed(model, x))
+
+
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the number of queries with each causal call of a flash kernel."""
     found: list[int] = []
@@ -147,6 +157,24 @@ def test_attention_that_flash_cannot_compute_is_left_to_flex_attention(
     tree_model = treecompile(Model(middle).double(), backend="eager", min_shared_tokens=1)
     assert tree_model.check(TREE).ok
     assert not calls
+
+
+def test_model_with_one_attention_that_flash_cannot_compute_equals_the_unpacked_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = calls_of(monkeypatch)
+    monkeypatch.setattr(flash.FlashGraph, "is_faster", lambda *_: True)
+    tree_model = treecompile(Model(windowed_and_causal).double(), backend="eager", min_shared_tokens=1)
+    kernels = "1 attention by flex_attention or flash attention, whichever is faster, the other 1 by flex_attention"
+    assert kernels in str(tree_model.explain())
+    report = tree_model.check(TREE)
+    assert max(report.greatest_output_difference, report.greatest_gradient_difference) < 1e-9
+    assert calls[-1] == tree_model.plan(TREE).packed_tokens
+
+
+def test_one_attention_that_flash_cannot_compute_is_refused_beside_one_that_it_can() -> None:
+    with pytest.raises(KernelError, match="sliding window"):
+        treecompile(Model(windowed_and_causal).double(), backend="eager", attention="flash").explain()
 
 
 def test_attention_option_that_does_not_exist_is_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,21 +70,27 @@ def causal(_model, x):
     return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
 
 
+def causal_outside_of_autocast(model, x):
+    """The same, with autocast off."""
+    with torch.autocast("cpu", enabled=False):
+        return causal(model, x)
+
+
 def windowed_and_causal(model, x):
     """Two attentions, of which flash attention can compute the second."""
     return causal(model, windowed(model, x))
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of queries with each causal call of a flash kernel."""
-    found: list[int] = []
+def calls_of(monkeypatch: pytest.MonkeyPatch, what: Callable[[Tensor], Any] = len) -> list[Any]:
+    """Grows by the number of queries, or something else of theirs, with each causal call of a flash kernel."""
+    found: list[Any] = []
 
     def kernels(softcap: float) -> flash_attention.FlashKernels:
         exact = reference_kernels(softcap)
 
         def forward(query, key, value, call, *rest):
             if call.causal:
-                found.append(len(query))
+                found.append(what(query))
             return exact.forward(query, key, value, call, *rest)
 
         return exact._replace(forward=forward)
@@ -175,6 +183,29 @@ def test_model_with_one_attention_that_flash_cannot_compute_equals_the_unpacked_
 def test_one_attention_that_flash_cannot_compute_is_refused_beside_one_that_it_can() -> None:
     with pytest.raises(KernelError, match="sliding window"):
         treecompile(Model(windowed_and_causal).double(), backend="eager", attention="flash").explain()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "middle", "why"),
+    [
+        (torch.float32, False, causal, "not float32"),
+        (torch.float32, True, causal, None),
+        (torch.float32, True, causal_outside_of_autocast, "not float32"),
+        (torch.float64, True, causal, "not float64"),
+        (torch.bfloat16, False, causal, None),
+    ],
+)
+def test_flash_takes_half_precision_also_by_autocast(
+    dtype: torch.dtype, autocast: bool, middle: Callable[..., Tensor], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (attention, flash):
+        monkeypatch.setattr(module, "why_not_flash", flash_forms.why_not_flash)
+    calls = calls_of(monkeypatch, lambda query: query.dtype)
+    tree_model = treecompile(Model(middle).to(dtype), backend="eager", attention="flash", self_check=False)
+    expected = contextlib.nullcontext() if why is None else pytest.raises(KernelError, match=why)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), expected:
+        tree_model(TREE)
+    assert calls == ([] if why else [torch.bfloat16])
 
 
 def test_attention_option_that_does_not_exist_is_named() -> None:

@@ -19,6 +19,7 @@ from tree_compile import treecompile
 from tree_compile.errors import KernelError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.passes import flash
+from tree_compile.passes.static_values import FIRST_REACH
 from tree_compile.runtime import attention, flash_attention, flash_forms
 from tree_compile.runtime.flash_forms import Reason
 
@@ -79,6 +80,17 @@ def causal_outside_of_autocast(model, x):
 def windowed_and_causal(model, x):
     """Two attentions, of which flash attention can compute the second."""
     return causal(model, windowed(model, x))
+
+
+def chunked(shift: int) -> Callable[..., Tensor]:
+    """Attention in chunks of positions, of which the proof learns where sequences are as long."""
+
+    def middle(_model, x):
+        places = torch.arange(x.shape[1])
+        visible = (places <= places[:, None]) & (places >> shift == places[:, None] >> shift)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=visible)[:, 0]
+
+    return middle
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, what: Callable[[Tensor], Any] = len) -> list[Any]:
@@ -206,6 +218,37 @@ def test_flash_takes_half_precision_also_by_autocast(
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), expected:
         tree_model(TREE)
     assert calls == ([] if why else [torch.bfloat16])
+
+
+def beyond_the_proof() -> list[list[int]]:
+    """Sequences longer than those that a mask is first evaluated for, and one of a single token."""
+    rng = random.Random(0)
+    trunk = [rng.randrange(VOCABULARY) for _ in range(FIRST_REACH)]
+    return [[*trunk, 1, 2, 3], [*trunk, 4], [5]]
+
+
+def test_sequences_beyond_the_proof_are_checked_and_computed_by_flash_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = calls_of(monkeypatch)
+    tree_model = treecompile(Model(chunked(14)).double(), backend="eager", attention="flash", self_check=False)
+    tree_model(TREE)
+    calls.clear()
+    sequences = beyond_the_proof()
+    out = tree_model(sequences)
+    # A sequence of one token makes up for the check that was left out: one small row, and then these.
+    assert calls[-1] == tree_model.plan(sequences).packed_tokens
+    assert len(calls) == 2
+    for tokens, logits in zip(sequences, out, strict=True):
+        expected = tree_model.unpacked(torch.tensor([tokens]))[0]
+        assert (logits - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+def test_attention_that_flash_cannot_compute_for_longer_sequences_is_refused_with_them() -> None:
+    tree_model = treecompile(Model(chunked(10)).double(), backend="eager", attention="flash")
+    tree_model(TREE)
+    with pytest.raises(KernelError, match="chunks of positions"):
+        tree_model(beyond_the_proof())
 
 
 def test_attention_option_that_does_not_exist_is_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tree_compile import treecompile
 from tree_compile.errors import KernelError
 from tree_compile.models.dense import Dense, DenseConfig
 from tree_compile.passes import flash
+from tree_compile.passes.static_values import FIRST_REACH
 from tree_compile.runtime import attention, flash_attention, flash_forms
 from tree_compile.runtime.flash_forms import Reason
 
@@ -63,16 +66,43 @@ def capped(model, x):
     return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf")).softmax(-1) @ x
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of queries with each causal call of a flash kernel."""
-    found: list[int] = []
+def causal(_model, x):
+    """Attention over all ancestors."""
+    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+
+
+def causal_outside_of_autocast(model, x):
+    """The same, with autocast off."""
+    with torch.autocast("cpu", enabled=False):
+        return causal(model, x)
+
+
+def windowed_and_causal(model, x):
+    """Two attentions, of which flash attention can compute the second."""
+    return causal(model, windowed(model, x))
+
+
+def chunked(shift: int) -> Callable[..., Tensor]:
+    """Attention in chunks of positions, of which the proof learns where sequences are as long."""
+
+    def middle(_model, x):
+        places = torch.arange(x.shape[1])
+        visible = (places <= places[:, None]) & (places >> shift == places[:, None] >> shift)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=visible)[:, 0]
+
+    return middle
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, what: Callable[[Tensor], Any] = len) -> list[Any]:
+    """Grows by the number of queries, or something else of theirs, with each causal call of a flash kernel."""
+    found: list[Any] = []
 
     def kernels(softcap: float) -> flash_attention.FlashKernels:
         exact = reference_kernels(softcap)
 
         def forward(query, key, value, call, *rest):
             if call.causal:
-                found.append(len(query))
+                found.append(what(query))
             return exact.forward(query, key, value, call, *rest)
 
         return exact._replace(forward=forward)
@@ -91,9 +121,13 @@ def test_model_by_flash_attention_equals_the_unpacked_model(seed: int, monkeypat
     assert calls[-1] == tree_model.plan(sequences).packed_tokens
 
 
-def test_compiled_model_by_flash_attention_equals_the_unpacked_model() -> None:
+def test_compiled_model_by_flash_attention_equals_the_unpacked_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch)
     tree_model = treecompile(model(), attention="flash", min_shared_tokens=1)
-    assert tree_model.check(random_sequences(0, VOCABULARY)).ok
+    sequences = random_sequences(0, VOCABULARY)
+    assert tree_model.check(sequences).ok
+    tree_model(sequences)
+    assert calls[-2:] == [tree_model.plan(sequences).packed_tokens] * 2
 
 
 def test_each_row_takes_the_kernels_that_are_estimated_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +198,79 @@ def test_attention_that_flash_cannot_compute_is_left_to_flex_attention(
     tree_model = treecompile(Model(middle).double(), backend="eager", min_shared_tokens=1)
     assert tree_model.check(TREE).ok
     assert not calls
+
+
+def test_model_with_one_attention_that_flash_cannot_compute_equals_the_unpacked_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = calls_of(monkeypatch)
+    monkeypatch.setattr(flash.FlashGraph, "is_faster", lambda *_: True)
+    tree_model = treecompile(Model(windowed_and_causal).double(), backend="eager", min_shared_tokens=1)
+    text = str(tree_model.explain())
+    assert "\n1 attention by flex_attention or flash attention, whichever is faster\n" in text
+    assert "\n1 attention by flex_attention: it has a sliding window, which goes along a path" in text
+    report = tree_model.check(TREE)
+    assert max(report.greatest_output_difference, report.greatest_gradient_difference) < 1e-9
+    assert calls[-1] == tree_model.plan(TREE).packed_tokens
+
+
+def test_one_attention_that_flash_cannot_compute_is_refused_beside_one_that_it_can() -> None:
+    with pytest.raises(KernelError, match="sliding window"):
+        treecompile(Model(windowed_and_causal).double(), backend="eager", attention="flash").explain()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "middle", "why"),
+    [
+        (torch.float32, False, causal, "not float32"),
+        (torch.float32, True, causal, None),
+        (torch.float32, True, causal_outside_of_autocast, "not float32"),
+        (torch.float64, True, causal, "not float64"),
+        (torch.bfloat16, False, causal, None),
+    ],
+)
+def test_flash_takes_half_precision_also_by_autocast(
+    dtype: torch.dtype, autocast: bool, middle: Callable[..., Tensor], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (attention, flash):
+        monkeypatch.setattr(module, "why_not_flash", flash_forms.why_not_flash)
+    calls = calls_of(monkeypatch, lambda query: query.dtype)
+    tree_model = treecompile(Model(middle).to(dtype), backend="eager", attention="flash", self_check=False)
+    expected = contextlib.nullcontext() if why is None else pytest.raises(KernelError, match=why)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), expected:
+        tree_model(TREE)
+    assert calls == ([] if why else [torch.bfloat16])
+
+
+def beyond_the_proof() -> list[list[int]]:
+    """Sequences longer than those that a mask is first evaluated for, and one of a single token."""
+    rng = random.Random(0)
+    trunk = [rng.randrange(VOCABULARY) for _ in range(FIRST_REACH)]
+    return [[*trunk, 1, 2, 3], [*trunk, 4], [5]]
+
+
+def test_sequences_beyond_the_proof_are_checked_and_computed_by_flash_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = calls_of(monkeypatch)
+    tree_model = treecompile(Model(chunked(14)).double(), backend="eager", attention="flash", self_check=False)
+    tree_model(TREE)
+    calls.clear()
+    sequences = beyond_the_proof()
+    out = tree_model(sequences)
+    # A sequence of one token makes up for the check that was left out: one small row, and then these.
+    assert calls[-1] == tree_model.plan(sequences).packed_tokens
+    assert len(calls) == 2
+    for tokens, logits in zip(sequences, out, strict=True):
+        expected = tree_model.unpacked(torch.tensor([tokens]))[0]
+        assert (logits - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+def test_attention_that_flash_cannot_compute_for_longer_sequences_is_refused_with_them() -> None:
+    tree_model = treecompile(Model(chunked(10)).double(), backend="eager", attention="flash")
+    tree_model(TREE)
+    with pytest.raises(KernelError, match="chunks of positions"):
+        tree_model(beyond_the_proof())
 
 
 def test_attention_option_that_does_not_exist_is_named() -> None:

@@ -62,8 +62,7 @@ class CheckReport:
         tolerance: what is allowed for outputs.
         worst_parameter: the parameter with the greatest difference of gradients.
         input_tokens, packed_tokens, rows: of the sequences that were compared.
-        ties: how often an indexer of the unpacked model was made to take the earliest of equal scores; None where there
-            is no indexer.
+        ties: how often an indexer of the unpacked model chose among equal scores; None where there is no indexer.
     """
 
     greatest_output_difference: float

@@ -96,9 +96,8 @@ def _pretend_in_torch() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
-    for module in (torch.cuda, torch.cuda.random):
-        for name in ("get_rng_state", "set_rng_state"):
-            setattr(module, name, _always(answers[name]))
+    for name in ("get_rng_state", "set_rng_state"):
+        setattr(torch.cuda.random, name, _always(answers[name]))
     torch._C._cuda_getCurrentRawStream = _always(0)
     torch.version.cuda = "13.0"
     # As torch does itself where it finds no GPU: no number of a fake tensor is put on the device.

@@ -10,23 +10,19 @@ Not shown: the rounding of tensor cores, races, what the other configurations of
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parent
-KERNELS = Path(sys.prefix) / "kernels"
-"""Apart from other packages: transformers would call kernels that it finds, which need a GPU."""
+from tests.gpu_lowering.scripts import HERE, KERNELS, SHARED_BYTES_OF_HOPPER, printed_by
+
 FLOAT32_TOLERANCE = 1e-5
-SHARED_BYTES_OF_HOPPER = 227 * 1024
 WRITTEN_FOR = "2.13."
 """The private parts of torch that the GPU is pretended in differ from version to version."""
 
@@ -50,21 +46,8 @@ pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against())
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a script of this folder with the pretended GPU, and returns the object that it prints."""
     folder = tmp_path_factory.mktemp("gpu")
-    library = built_library(folder)
-    paths = [str(HERE.parents[1]), str(KERNELS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-    }
-
-    def run_script(script: str, **settings: str) -> Found:
-        command = [sys.executable, HERE / "with_gpu.py", library, HERE / script]
-        done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2_000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run_script
+    before = (HERE / "with_gpu.py", built_library(folder))
+    return partial(printed_by, packages=KERNELS, before=before, TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
 
 
 def built_library(folder: Path) -> Path:
@@ -89,6 +72,12 @@ def interpreted(run: Run) -> Found:
 CASES = ["tree", "window", "softcap", "sinks", "wide heads", "short rows", "convolution", "recurrence", "logprobs"]
 COMPILED = [case for case in CASES if case != "logprobs"]
 ATTENTION = ["tree", "window", "softcap", "sinks", "wide heads", "short rows"]
+INTERPRETED = ["tree", "full tile", "window", "softcap", "grouped queries", "sinks"]
+
+
+def test_every_case_of_the_scripts_is_asserted_on(lowered: Found, interpreted: Found) -> None:
+    assert lowered.keys() == set(CASES)
+    assert interpreted.keys() == {*INTERPRETED, "mask of one sequence"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,9 +108,9 @@ def test_what_makes_the_mask_is_an_input_of_the_graph(lowered: Found, case: str)
     assert ("position" in inputs) == (case == "window")
 
 
-@pytest.mark.parametrize("case", ["tree", "full tile", "window", "softcap", "grouped queries"])
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_attention_has_the_output_and_gradients_of_the_definition(interpreted: Found, case: str) -> None:
-    assert len(interpreted[case]) == 4
+    assert len(interpreted[case]) == (5 if case == "sinks" else 4)
     # Each by itself: the maximum of numbers and nan may be a number.
     assert all(difference < FLOAT32_TOLERANCE for difference in interpreted[case])
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.gpu_lowering.scripts import KERNELS, printed_by
 from tree_compile.runtime import recurrence_fla, sparse_kernels
 
-ROOT = Path(__file__).resolve().parents[2]
-KERNELS = Path(sys.prefix) / "kernels"
-"""Apart from other packages: transformers would call kernels that it finds, which need a GPU."""
 FLOAT32_TOLERANCE = 1e-5
 
 
@@ -28,11 +22,7 @@ def are_installed() -> bool:
 
 @pytest.mark.skipif(not are_installed(), reason="fla-core and triton are not installed: make test does")
 def test_kernels_over_a_tree_equal_the_ops_for_the_cpu():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(KERNELS)]), "OMP_NUM_THREADS": "1"}
-    script = ROOT / "tests" / "gpu_lowering" / "fla_in_interpreter.py"
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2_000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_by("fla_in_interpreter.py", packages=KERNELS)
     assert found.keys() == {"gated_delta_rule", "kda", "gla", "simple_gla"}
     for difference, told in found.values():
         assert difference < FLOAT32_TOLERANCE

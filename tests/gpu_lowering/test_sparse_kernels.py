@@ -12,21 +12,16 @@ checks and measures there.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-INSTALLED = Path(sys.prefix) / "tilelang"
-"""Apart from other packages, like those of the other kernels."""
+from tests.gpu_lowering import scripts
+from tests.gpu_lowering.scripts import SHARED_BYTES_OF_HOPPER, TILELANG
+
 TOLERANCES = {"float32": 5e-5, "float16": 1e-3, "bfloat16": 8e-3}
-SHARED_BYTES_OF_HOPPER = 227 * 1024
 SHAPES = [
     # heads, width, value width, dtype
     (16, 64, 64, "float16"),
@@ -34,19 +29,12 @@ SHAPES = [
     (64, 576, 512, "float16"),
     (128, 576, 512, "bfloat16"),
 ]
-HAS_TILELANG = importlib.util.find_spec("tilelang") is not None or (INSTALLED / "tilelang").is_dir()
+HAS_TILELANG = importlib.util.find_spec("tilelang") is not None or (TILELANG / "tilelang").is_dir()
 HAS_NVCC = shutil.which("nvcc") is not None
 
+printed_by = partial(scripts.printed_by, packages=TILELANG)
+
 pytestmark = pytest.mark.skipif(not HAS_TILELANG, reason="tilelang is not installed: make test does")
-
-
-def printed_by(script, *arguments):
-    paths = [str(HERE.parents[1]), str(INSTALLED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / script, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2_000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def unguarded_reads(source):

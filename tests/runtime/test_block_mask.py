@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.runtime.attention_reference import visible_pairs
 from tests.runtime.trees import Spec, random_forest, row_tensors, segment_table
-from tree_compile.runtime.block_mask import NARROW_TILE, TILE, tile_of, tree_block_mask
+from tree_compile.runtime.block_mask import NARROW_TILE, TILE, count_tiles, tile_of, tree_block_mask
 
 KINDS = ("kv", "full_kv", "q", "full_q")
 TILES = (NARROW_TILE, TILE)
@@ -52,11 +52,16 @@ def forks(rng: random.Random) -> list[Spec]:
 SHAPES = (chain, star, one_token_segments, forks)
 
 
-def masks(seed: int, tile: int, window: int = 0, chunk: int = 0) -> tuple[BlockMask, BlockMask, Tensor]:
-    """Ours, torch's of the same function, and the visible pairs, of a random tree with or without padding."""
+def random_row(seed: int) -> tuple[Tensor, int]:
+    """The segments of a random tree, and the length of its row, with or without padding."""
     rng = random.Random(seed)
     table = segment_table(SHAPES[seed % len(SHAPES)](rng))
-    tokens = int(table[:, 2].max()) + rng.choice([0, 5, 2 * TILE])
+    return table, int(table[:, 2].max()) + rng.choice([0, 5, 2 * TILE])
+
+
+def masks(seed: int, tile: int, window: int = 0, chunk: int = 0) -> tuple[BlockMask, BlockMask, Tensor]:
+    """Ours, torch's of the same function, and the visible pairs, of a random tree."""
+    table, tokens = random_row(seed)
     ours = tree_block_mask(table, *row_tensors(table, tokens), window, chunk, tile)
     theirs = create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=tile)
     return ours, theirs, visible_pairs(table, tokens, window, chunk)
@@ -88,6 +93,15 @@ def test_windowed_tiles_leave_out_nothing_and_fill_nothing(seed: int, window: in
         needed = tiles(theirs, partial) | tiles(theirs, full)
         assert not (needed & ~(tiles(ours, partial) | tiles(ours, full))).any()
         assert not (tiles(ours, full) & ~tiles(theirs, full)).any()
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("seed", range(20))
+def test_counted_tiles_are_as_many_as_the_mask_lists(seed: int, tile: int) -> None:
+    table, tokens = random_row(seed)
+    mask = tree_block_mask(table, *row_tensors(table, tokens), 0, 0, tile)
+    listed = tuple(int(getattr(mask, f"{kind}_num_blocks").sum()) for kind in ("kv", "full_kv"))
+    assert count_tiles(table.numpy(), tokens, tile) == listed
 
 
 def test_tiles_are_listed_in_ascending_order() -> None:

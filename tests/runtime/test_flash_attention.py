@@ -224,8 +224,8 @@ def test_compiled_graph_serves_new_trees_and_lengths() -> None:
 # The real kernels, as far as their schemas and shapes go
 
 
-def fake_call(tokens: int, dtype: torch.dtype = torch.int32) -> VarlenCall:
-    offsets = torch.empty(4, dtype=dtype, device="cuda")
+def fake_call(tokens: int) -> VarlenCall:
+    offsets = torch.empty(4, dtype=torch.int32, device="cuda")
     return VarlenCall(slice(0, tokens), slice(0, tokens), offsets, offsets, 7, 7, True)
 
 

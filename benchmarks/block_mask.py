@@ -12,26 +12,35 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
-from attention import Spec, segment_table
 from helpers.timing import keep_freed_memory
-from torch import Tensor
+from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tree_compile import Row, plan_rows
 from tree_compile.runtime.block_mask import NARROW_TILE, TILE, block_lists, tree_block_mask
 
 ROUNDS = 9
 LONGEST_FOR_TORCH = 32_768
 
 
-def forest(prompts: int) -> list[Spec]:
-    """A prompt, branches of it, and nine segments for each in all: 736 tokens."""
-    return [(160, [(64, [(64, [])] * 8)])] * prompts
+def sequences_of(prompts: int) -> list[NDArray[np.int64]]:
+    """For each prompt of 160 tokens two branches of 64, and four ends of 64 for each of them: 800 tokens."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for _ in range(prompts):
+        prompt = rng.integers(0, 1 << 30, 160)
+        for _ in range(2):
+            branch = np.append(prompt, rng.integers(0, 1 << 30, 64))
+            sequences += [np.append(branch, rng.integers(0, 1 << 30, 64)) for _ in range(4)]
+    return sequences
 
 
-def rows() -> list[tuple[int, Tensor]]:
-    """Row lengths with the segments in them; about 1,600 in the longest."""
-    return [(32_768, segment_table(forest(44))), (131_072, segment_table(forest(160)))]
+def rows() -> list[Row]:
+    """Rows of two lengths, with padding; about 1,600 segments in the longer."""
+    sizes = ((40, 32_768), (146, 131_072))
+    return [plan_rows(sequences_of(prompts), tokens, 1, pad_rows=True).rows[0] for prompts, tokens in sizes]
 
 
 def milliseconds(step: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -44,39 +53,28 @@ def milliseconds(step: Callable[[], object], rounds: int = ROUNDS) -> float:
     return statistics.median(taken[1:]) * 1e3
 
 
-def per_token(table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """position and subtree_end, int64 [T]; padding rows are roots of their own."""
-    lengths = table[:, 1] - table[:, 0]
-    position, subtree_end = torch.zeros(tokens, dtype=torch.int64), torch.arange(1, tokens + 1)
-    used = int(lengths.sum())
-    position[:used] = torch.arange(used) + (table[:, 4] - table[:, 0]).repeat_interleave(lengths)
-    subtree_end[:used] = table[:, 2].repeat_interleave(lengths)
-    return position, subtree_end
-
-
-def measure(tokens: int, table: Tensor, tile: int, with_torch: bool) -> None:
+def measure(row: Row, tile: int, with_torch: bool) -> None:
     """Prints one line."""
-    position, subtree_end = per_token(table, tokens)
+    tables = torch.from_numpy(row.segments), torch.from_numpy(row.position), torch.from_numpy(row.subtree_end)
+    tokens = len(row.position)
 
     def lists() -> None:
         block_lists.cache_clear()
-        block_lists(table.numpy().tobytes(), tokens, 0, 0, tile, subtree_end.device)
+        block_lists(row.segments.tobytes(), tokens, 0, 0, tile, torch.device("cpu"))
 
     def whole() -> None:
         block_lists.cache_clear()
-        tree_block_mask(table, position, subtree_end, 0, 0, tile)
+        tree_block_mask(*tables, 0, 0, tile)
 
-    compiled, mask_mod = (
-        torch.compile(create_block_mask),
-        tree_block_mask(table, position, subtree_end, 0, 0, tile).mask_mod,
-    )
+    compiled = torch.compile(create_block_mask)
+    mask_mod = tree_block_mask(*tables, 0, 0, tile).mask_mod
 
     def theirs() -> None:
         compiled(mask_mod, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=tile)
 
     other = f"{milliseconds(theirs, 3):19.1f}" if with_torch and tokens <= LONGEST_FOR_TORCH else f"{'-':>19}"
     times = f"{milliseconds(lists):10.1f}{milliseconds(whole):10.1f}{other}"
-    print(f"{tokens:>9,}{len(table):>10,}{tile:>6}{times}", flush=True)
+    print(f"{tokens:>9,}{len(row.segments):>10,}{tile:>6}{times}", flush=True)
 
 
 def main() -> None:
@@ -88,9 +86,9 @@ def main() -> None:
     # As on a GPU, where torch keeps freed memory: otherwise most of the time goes into asking for pages.
     keep_freed_memory()
     print(f"{'tokens':>9}{'segments':>10}{'tile':>6}{'lists ms':>10}{'mask ms':>10}{'create_block_mask':>19}")
-    for tokens, table in rows():
+    for row in rows():
         for tile in (NARROW_TILE, TILE):
-            measure(tokens, table, tile, with_torch)
+            measure(row, tile, with_torch)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _half_shared(lengths: _Lengths) -> Batch:
 
 
 def _pairs(lengths: _Lengths) -> Batch:
-    """64 preferences: two answers each to a prompt four times as long."""
-    prompts = [lengths.after(None, 1_024) for _ in range(64)]
+    """32 preferences: two answers each to a prompt four times as long."""
+    prompts = [lengths.after(None, 1_024) for _ in range(32)]
     pairs = [lengths.after(prompt, 256) for prompt in prompts for _ in range(2)]
     return Batch("preference pairs", pairs, 32_768 // lengths.shrink)

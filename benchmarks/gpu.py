@@ -10,9 +10,9 @@ greatest of any token in its output and in its gradients, relative to that token
 of fla and of TileLang are for half precision: in float32 there is no flash attention, the gated delta rule is computed
 in chunks, and sparse attention gathers its keys. Nothing here uses TF32, which torch leaves off.
 
-`speed`: forward and backward of a dense model of 1.7B parameters in bfloat16 over four batches, with the
-log-probabilities of every sequence. Without sharing, rows are packed with whole sequences, and attention is one causal
-call of flash attention; over the tree it is flex_attention or flash attention. Model and compiled code are the same,
+`speed`: forward and backward of a dense model in bfloat16 over four batches, with the log-probabilities of every
+sequence. It has the shape of one of 1.7B parameters, and 2.0B with a head of its own. Without sharing, rows are packed
+with whole sequences, and attention is one causal call of flash attention; over the tree it is flex_attention or flash attention. Model and compiled code are the same,
 and blocks keep their inputs alone, in all of them.
 `row_seconds` are medians of what every row takes, and `seconds` is their sum. `auto` is not run by itself: it is each
 row in the way that `attention="auto"` takes for it, which `auto_takes_flash` tells. (That is empty where there is no
@@ -438,7 +438,13 @@ def _short(value: Any) -> str:
 def main() -> int:
     """Runs the sections and writes their results; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="all if left out")
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        choices=[[], *SECTIONS],
+        metavar="SECTION",
+        help=f"of {', '.join(SECTIONS)}; all if left out",
+    )
     sections = parser.parse_args().sections or list(SECTIONS)
     if not torch.cuda.is_available():
         print("needs a CUDA GPU; nothing was measured")

@@ -12,8 +12,8 @@ in chunks, and sparse attention gathers its keys. Nothing here uses TF32, which 
 
 `speed`: forward and backward of a dense model in bfloat16 over four batches, with the log-probabilities of every
 sequence. It has the shape of one of 1.7B parameters, and 2.0B with a head of its own. Without sharing, rows are packed
-with whole sequences, and attention is one causal call of flash attention; over the tree it is flex_attention or flash attention. Model and compiled code are the same,
-and blocks keep their inputs alone, in all of them.
+with whole sequences, and attention is one causal call of flash attention; over the tree it is flex_attention or flash
+attention. Model and compiled code are the same, and blocks keep their inputs alone, in all of them.
 `row_seconds` are medians of what every row takes, and `seconds` is their sum. `auto` is not run by itself: it is each
 row in the way that `attention="auto"` takes for it, which `auto_takes_flash` tells. (That is empty where there is no
 choice; all ways are flex_attention then.) `speed_up` is the time without sharing by that with it, `compression` is

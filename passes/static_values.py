@@ -343,7 +343,8 @@ def _drifts(samples: Sequence[Tensor], dim: int) -> bool:
 
 
 def _greatest(samples: Sequence[Tensor]) -> float:
-    return max(float((sample if sample.dtype == torch.bool else sample.abs()).max()) for sample in samples)
+    some = (sample for sample in samples if sample.numel())
+    return max(float((sample if sample.dtype == torch.bool else sample.abs()).max()) for sample in some)
 
 
 def _first_of_range(value: Tensor, dim: int) -> int | None:

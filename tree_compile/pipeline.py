@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tree_compile.arguments import LOSS_HINT
 from tree_compile.capture import Captured, OutputForm, capture
-from tree_compile.errors import CaptureError, RefusedModelError, TokenMixingError, UnknownOpError
+from tree_compile.errors import CaptureError, RefusedModelError, TokenMixingError, TreeCompileError, UnknownOpError
 from tree_compile.foreign import without_gradients_of_embeddings
 from tree_compile.forks import free_in_forks
 from tree_compile.guards import ShortLengths
@@ -218,8 +218,24 @@ def rewrite(captured: Captured, reach: int = FIRST_REACH) -> Rewritten:
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree.
     """
-    with _loss_told(captured.graph_module):
+    with _loss_told(captured.graph_module), _failure_refused():
         return _rewrite(captured, reach)
+
+
+@contextmanager
+def _failure_refused() -> Iterator[None]:
+    """A pass that fails has met a graph that it does not expect: one more that is not proved."""
+    try:
+        yield
+    except TreeCompileError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"The model could not be rewritten: {type(error).__name__}: {error}",
+            why="its graph has a form that tree_compile does not expect. That is a defect of tree_compile, or of an op "
+            "or a rule that you registered.",
+            hint="if you registered none, please report the model with this traceback.",
+        ) from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from tree_compile.models import dense
 from tree_compile.passes import attention
 from tree_compile.passes.source import is_own, is_users
 from tree_compile.runtime import unpack
+from tree_compile.tiny import tiny_model
 
 
 def spaced(model, x, ids):
@@ -121,3 +122,14 @@ FILES = [
 def test_files_of_torch_and_of_this_package_are_never_the_models(file, is_of_users, is_of_model):
     assert is_users(file) is is_of_users
     assert is_own(file) is is_of_model
+
+
+def test_pass_that_fails_refuses_the_model(monkeypatch):
+    def fails(_pass, _graph_module):
+        raise KeyError("a form of graph that nobody has seen")
+
+    monkeypatch.setattr(attention.RewriteAttention, "__call__", fails)
+    with pytest.raises(CaptureError, match="could not be rewritten: KeyError: 'a form of graph") as caught:
+        treecompile(tiny_model("llama"), backend="eager")([[1, 2, 3]])
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "report the model" in caught.value.hint

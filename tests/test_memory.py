@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import weakref
+
+from tree_compile import treecompile
+from tree_compile.models.dense import Dense, DenseConfig
 
 TOKENS = 32_768
 
@@ -36,3 +40,12 @@ def test_a_step_on_a_row_of_32768_tokens_stays_far_below_one_byte_per_pair() -> 
     assert done.returncode == 0, done.stderr
     kilobytes = int(done.stdout)
     assert kilobytes * 1024 < 0.4 * TOKENS * TOKENS
+
+
+def test_models_that_were_dropped_are_freed_when_the_next_large_one_is_captured() -> None:
+    dropped = []
+    for _ in range(4):
+        model = Dense(DenseConfig(vocab_size=1 << 16, width=128, layers=1))
+        treecompile(model, backend="eager")([[1, 2, 3]])
+        dropped.append(weakref.ref(model))
+        assert sum(found() is not None for found in dropped) <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,9 @@ from tree_compile.runtime.row import Row
 from tree_compile.unpacked import PlainModel
 
 BACKENDS = {"inductor": compiled, "eager": as_it_is}
+
+_LARGE = 1 << 26
+"""Bytes of a model beside which the half second is small that Python takes to look for what was dropped."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,9 @@ def make_program(plain: PlainModel, backend: str, attention: str) -> Program:
     Raises:
         RefusedModelError: the model cannot be proved exact on a prefix tree, or flash attention cannot compute it.
     """
+    if sum(parameter.nbytes for parameter in plain.model.parameters()) >= _LARGE:
+        # A graph of torch.fx refers to itself: what was dropped before holds its memory until Python looks for such.
+        gc.collect()
     return _program_of(rewrite_model(plain), backend, plain.device, attention)
 
 

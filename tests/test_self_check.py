@@ -333,11 +333,12 @@ MANY_KEYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MANY_KEYS)
 def test_self_check_catches_a_wrong_choice_of_more_keys_than_it_has_tokens(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = MANY_KEYS[name]().eval()
+    model = MANY_KEYS[name]().eval().to(dtype)
     assert len(treecompile(model, backend="eager")(SEQUENCES)) == 2
     for module in (topk_index, window_attention):
         monkeypatch.setattr(module, "highest", lowest)

@@ -9,19 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import depths_of, offsets_of, rows_of
+from tree_compile.runtime.depth_calls import DepthCalls, depth_calls
 from tree_compile.runtime.hopper import is_hopper
-from tree_compile.runtime.layout import END
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.row_tree import RowTree
-from tree_compile.runtime.transfers import send, stream_of
 
 __all__ = ["by_kernels", "kernels_can"]
 
@@ -68,7 +65,7 @@ def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> t
             before = states[-1].index_select(0, call.parents)
         out, ends = _run(
             part, scale=options.scale, normalize=options.normalize, initial_state=before,
-            cu_seqlens=call.offsets, cu_seqlens_cpu=call.offsets_on_cpu,
+            cu_seqlens=call.packed.offsets, cu_seqlens_cpu=call.offsets_on_cpu,
         )  # fmt: skip
         done.append(_once_differentiable(out))
         states.append(_once_differentiable(ends))
@@ -88,55 +85,6 @@ def _refuse_second_derivatives(_grad: Tensor) -> None:
         raise RuntimeError(
             "a layer that fla's kernels compute has first derivatives only; call it without create_graph"
         )
-
-
-class DepthCall(NamedTuple):
-    """The call for the segments of one depth.
-
-    Attributes:
-        tokens: of these segments.
-        offsets: where each starts among them, and where the last one ends: int64 [m + 1].
-        offsets_on_cpu: the same on the CPU.
-        parents: for each the place of its parent in the call of the depth above, int64 [m].
-    """
-
-    tokens: int
-    offsets: Tensor
-    offsets_on_cpu: Tensor
-    parents: Tensor
-
-
-class DepthCalls(NamedTuple):
-    """The calls for a row, the roots first.
-
-    Attributes:
-        depths: the calls.
-        rows: row indices of the tokens, call by call, int64.
-        places: for every segment of the row its place among those of all calls, int64 [S].
-    """
-
-    depths: list[DepthCall]
-    rows: Tensor
-    places: Tensor
-
-
-def depth_calls(segments: Tensor, device: torch.device) -> DepthCalls:
-    """The calls for a row, with what they read on `device`; `segments` as in `RowTree`."""
-    return _cached_depth_calls(segments.numpy().tobytes(), device, stream_of(device))
-
-
-# All layers of a model ask for the same.
-@lru_cache(maxsize=4)
-def _cached_depth_calls(segments: bytes, device: torch.device, _stream: int) -> DepthCalls:
-    table = np.frombuffer(segments, np.int64).reshape(-1, 5)
-    depths = depths_of(table[table[:, END] > 0])
-    offsets = [offsets_of(depth.ranges) for depth in depths]
-    rows = np.concatenate([rows_of(depth.ranges) for depth in depths])
-    places = np.argsort(np.concatenate([depth.segments for depth in depths]))
-    on_device = send([rows, places, *offsets, *(depth.parents for depth in depths)], device)
-    by_depth = zip(offsets, on_device[2 : 2 + len(depths)], on_device[2 + len(depths) :], strict=True)
-    calls = [DepthCall(int(own[-1]), sent, torch.from_numpy(own), parents) for own, sent, parents in by_depth]
-    return DepthCalls(calls, *on_device[:2])
 
 
 def _by_depth(inputs: LinearInputs, calls: DepthCalls) -> list[LinearInputs]:

@@ -1,7 +1,8 @@
-"""Recurrent layers by the kernels of flash-linear-attention: one call for all segments of one depth.
+"""Recurrent layers by the kernels of flash-linear-attention, which take all segments of one depth in one call.
 
 Every segment starts from the final state of its parent, which the call of the depth above returned. What does not
-depend on the tree is the kernels' own.
+depend on the tree is the kernels' own. Of the gated delta rule only kernels that carry the state are called for each
+depth, where fla has them as expected (`delta_rule_fla`).
 """
 
 from __future__ import annotations
@@ -9,19 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tree_compile.runtime.depths import depths_of, offsets_of, rows_of
+from tree_compile.runtime.depth_calls import DepthCalls, depth_calls
 from tree_compile.runtime.hopper import is_hopper
-from tree_compile.runtime.layout import END
 from tree_compile.runtime.linear_inputs import LinearInputs, LinearOptions
 from tree_compile.runtime.row_tree import RowTree
-from tree_compile.runtime.transfers import send, stream_of
 
 __all__ = ["by_kernels", "kernels_can"]
 
@@ -59,21 +57,63 @@ def _work_here(device: torch.device) -> bool:
 def by_kernels(inputs: LinearInputs, tree: RowTree, options: LinearOptions) -> tuple[Tensor, Tensor | None]:
     """Outputs [1, T, H, E], with zeros for padding, and the states after every segment, [S, H, D, E]."""
     calls = depth_calls(tree.segments, inputs.value.device)
+    compute = _row_at_once if _shares_work(inputs, calls) else _depth_by_depth
+    out, states = map(_once_differentiable, compute(_in_order(inputs, calls), calls, options))
+    whole = torch.zeros_like(inputs.value).index_copy(1, calls.rows, out.to(inputs.value.dtype))
+    return whole, states.index_select(0, calls.places) if options.output_final_state else None
+
+
+def _in_order(inputs: LinearInputs, calls: DepthCalls) -> LinearInputs:
+    """The tokens, depth by depth; the kernels want one dtype for query, key and value."""
+    query, key, value, decay, beta = inputs.of_each(partial(_rows, calls.rows))
+    return LinearInputs(query.to(value.dtype), key.to(value.dtype), value, decay, beta)
+
+
+def _rows(rows: Tensor, values: Tensor) -> Tensor:
+    return values.index_select(1, rows)
+
+
+def _shares_work(inputs: LinearInputs, calls: DepthCalls) -> bool:
+    """Whether the kernels that do not carry a state are called once for all depths."""
+    is_gated_delta_rule = inputs.beta is not None and inputs.decay.shape[-1] == 1
+    return is_gated_delta_rule and len(calls.depths) > 1 and _parts_are_known()
+
+
+@cache
+def _parts_are_known() -> bool:
+    """Whether this version of fla has the functions that `delta_rule_fla` calls, with their arguments."""
+    # They are not its entry points, so that other versions may change them without a word.
+    return str(importlib.import_module("fla").__version__).startswith("0.6.")
+
+
+def _row_at_once(x: LinearInputs, calls: DepthCalls, options: LinearOptions) -> tuple[Tensor, Tensor]:
+    from tree_compile.runtime.delta_rule_fla import delta_rule_of_row
+
+    return delta_rule_of_row(x, calls, options)
+
+
+def _depth_by_depth(x: LinearInputs, calls: DepthCalls, options: LinearOptions) -> tuple[Tensor, Tensor]:
+    """As in `delta_rule_fla.delta_rule_of_row`, for all of these layers."""
     initial = options.initial_state
-    done: list[Tensor] = []
-    states: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor]] = []
     before = None if initial is None else initial.float()
-    for call, part in zip(calls.depths, _by_depth(inputs, calls), strict=True):
-        if states:
-            before = states[-1].index_select(0, call.parents)
-        out, ends = _run(
+    for call, part in zip(calls.depths, _by_depth(x, calls), strict=True):
+        if found:
+            before = found[-1][1].index_select(0, call.parents)
+        found.append(_run(
             part, scale=options.scale, normalize=options.normalize, initial_state=before,
-            cu_seqlens=call.offsets, cu_seqlens_cpu=call.offsets_on_cpu,
-        )  # fmt: skip
-        done.append(_once_differentiable(out))
-        states.append(_once_differentiable(ends))
-    whole = torch.zeros_like(inputs.value).index_copy(1, calls.rows, torch.cat(done, 1).to(inputs.value.dtype))
-    return whole, torch.cat(states).index_select(0, calls.places) if options.output_final_state else None
+            cu_seqlens=call.packed.offsets, cu_seqlens_cpu=call.offsets_on_cpu,
+        ))  # fmt: skip
+    out, ends = zip(*found, strict=True)
+    return torch.cat(out, 1), torch.cat(ends)
+
+
+def _by_depth(x: LinearInputs, calls: DepthCalls) -> list[LinearInputs]:
+    """The tokens of each depth."""
+    lengths = [call.tokens for call in calls.depths]
+    betas = [None] * len(lengths) if x.beta is None else x.beta.split(lengths, 1)
+    parts = zip(*(tensor.split(lengths, 1) for tensor in x[:4]), betas, strict=True)
+    return [LinearInputs(*part) for part in parts]
 
 
 def _once_differentiable(result: Tensor) -> Tensor:
@@ -88,69 +128,6 @@ def _refuse_second_derivatives(_grad: Tensor) -> None:
         raise RuntimeError(
             "a layer that fla's kernels compute has first derivatives only; call it without create_graph"
         )
-
-
-class DepthCall(NamedTuple):
-    """The call for the segments of one depth.
-
-    Attributes:
-        tokens: of these segments.
-        offsets: where each starts among them, and where the last one ends: int64 [m + 1].
-        offsets_on_cpu: the same on the CPU.
-        parents: for each the place of its parent in the call of the depth above, int64 [m].
-    """
-
-    tokens: int
-    offsets: Tensor
-    offsets_on_cpu: Tensor
-    parents: Tensor
-
-
-class DepthCalls(NamedTuple):
-    """The calls for a row, the roots first.
-
-    Attributes:
-        depths: the calls.
-        rows: row indices of the tokens, call by call, int64.
-        places: for every segment of the row its place among those of all calls, int64 [S].
-    """
-
-    depths: list[DepthCall]
-    rows: Tensor
-    places: Tensor
-
-
-def depth_calls(segments: Tensor, device: torch.device) -> DepthCalls:
-    """The calls for a row, with what they read on `device`; `segments` as in `RowTree`."""
-    return _cached_depth_calls(segments.numpy().tobytes(), device, stream_of(device))
-
-
-# All layers of a model ask for the same.
-@lru_cache(maxsize=4)
-def _cached_depth_calls(segments: bytes, device: torch.device, _stream: int) -> DepthCalls:
-    table = np.frombuffer(segments, np.int64).reshape(-1, 5)
-    depths = depths_of(table[table[:, END] > 0])
-    offsets = [offsets_of(depth.ranges) for depth in depths]
-    rows = np.concatenate([rows_of(depth.ranges) for depth in depths])
-    places = np.argsort(np.concatenate([depth.segments for depth in depths]))
-    on_device = send([rows, places, *offsets, *(depth.parents for depth in depths)], device)
-    by_depth = zip(offsets, on_device[2 : 2 + len(depths)], on_device[2 + len(depths) :], strict=True)
-    calls = [DepthCall(int(own[-1]), sent, torch.from_numpy(own), parents) for own, sent, parents in by_depth]
-    return DepthCalls(calls, *on_device[:2])
-
-
-def _by_depth(inputs: LinearInputs, calls: DepthCalls) -> list[LinearInputs]:
-    """The tokens of each depth, one after the other; the kernels want one dtype for query, key and value."""
-    lengths = [call.tokens for call in calls.depths]
-    query, key, value, decay, beta = inputs.of_each(partial(_rows, calls.rows))
-    same = (query.to(value.dtype), key.to(value.dtype), value, decay)
-    betas = [None] * len(lengths) if beta is None else beta.split(lengths, 1)
-    parts = zip(*(tensor.split(lengths, 1) for tensor in same), betas, strict=True)
-    return [LinearInputs(*part) for part in parts]
-
-
-def _rows(rows: Tensor, values: Tensor) -> Tensor:
-    return values.index_select(1, rows)
 
 
 _KERNELS = {

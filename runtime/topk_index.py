@@ -20,6 +20,7 @@ __all__ = [
     "index_scores",
     "recorded_choices",
     "told_of",
+    "topk_told",
     "tree_topk_index",
     "write_chosen",
 ]
@@ -206,9 +207,10 @@ _RECORDING: ContextVar[list[Tensor] | None] = ContextVar("_RECORDING", default=N
 
 @contextmanager
 def recorded_choices() -> Iterator[list[Tensor]]:
-    """What is chosen while it lasts, one tensor for every call of an op that chooses: int32 [T, k].
+    """What is chosen while it lasts, one tensor for every call of an op that chooses: int [T, k].
 
-    Of every query the places of its keys, or entries, among those of its own path; -1 behind them.
+    Of every query the places of its keys, or entries, among those of its own path, with -1 behind them; of every token
+    its experts, where `topk_told` chooses.
     """
     found: list[Tensor] = []
     before = _RECORDING.set(found)
@@ -216,6 +218,17 @@ def recorded_choices() -> Iterator[list[Tensor]]:
         yield found
     finally:
         _RECORDING.reset(before)
+
+
+def topk_told(
+    scores: Tensor, k: int, dim: int = -1, largest: bool = True, *others: bool, **named: bool
+) -> tuple[Tensor, Tensor]:
+    """`aten.topk`, which tells what it chooses; for routers of experts, in a graph that is not compiled."""
+    found: tuple[Tensor, Tensor] = torch.ops.aten.topk.default(scores, k, dim, largest, *others, **named)
+    recording = _RECORDING.get()
+    if recording is not None and largest and dim in (-1, scores.dim() - 1):
+        recording.append(found[1].flatten(0, -2))
+    return found
 
 
 def told_of(kept: Tensor) -> Tensor | None:

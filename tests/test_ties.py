@@ -5,9 +5,11 @@ import torch
 
 from tests.differential.test_sparse import VOCABULARY, mistral_large4
 from tests.differential.trees import random_sequences
-from tree_compile import treecompile
+from tree_compile import ties, treecompile
+from tree_compile.errors import SelfCheckError
 from tree_compile.models.compressed import Compressed, CompressedConfig
 from tree_compile.models.sparse_mla import SparseMLA, SparseMLAConfig
+from tree_compile.runtime import topk_index
 from tree_compile.ties import EarliestOfEquals
 from tree_compile.tiny import tiny_model
 
@@ -78,6 +80,23 @@ def test_model_in_half_precision_is_equal_to_the_unpacked_model(name, autocast):
     assert report.greatest_output_difference < report.tolerance / 2
 
 
+@pytest.mark.parametrize(("name", "autocast"), [("glm4_moe", True), ("qwen2_moe", False)])
+def test_experts_that_are_chosen_by_a_hair_are_those_of_the_tree_model_in_the_first_call(name, autocast):
+    model = tiny_model(name).eval().to(torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        treecompile(model, min_shared_tokens=1, backend="eager").explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_not_the_best_are_caught_by_the_first_call(dtype, monkeypatch):
+    def worst(scores, k, *_others, **_named):
+        return topk_index.topk_told(-scores, k)
+
+    monkeypatch.setattr(ties, "topk_told", worst)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree"):
+        treecompile(tiny_model("qwen2_moe").eval().to(dtype), backend="eager").explain()
+
+
 def test_choice_of_the_tree_model_is_taken_where_no_key_that_it_leaves_out_scores_higher():
     scores = torch.tensor([[[0.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf], [3.0, 1.0, 3.0 - 1e-3]]])
     right = torch.tensor([[0], [1], [2]])
@@ -113,11 +132,11 @@ def test_report_counts_the_choices_among_equal_scores():
 def test_only_choices_that_could_have_been_others_are_counted():
     scores = torch.tensor([[[3.0, 2.0, 2.0, 1.0], [2.0, 2.0, 1.0, 0.0], [3.0, 2.0, -torch.inf, -torch.inf]]] * 2)
     scores = torch.cat([scores, scores[:, :1]], 1)
-    with EarliestOfEquals(4) as ties:
+    with EarliestOfEquals(4) as chosen:
         scores.topk(2)
         scores.topk(3)
         scores.topk(4)
-    assert ties.ties == 4
+    assert chosen.ties == 4
 
 
 def test_report_of_a_model_without_an_indexer_says_nothing_of_equal_scores():

@@ -41,7 +41,7 @@ from tree_compile.runtime.row import Row
 from tree_compile.runtime.samples import Sample
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.runtime.topk_index import recorded_choices
-from tree_compile.ties import ties_of
+from tree_compile.ties import telling_of_experts, ties_of
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 _LOG = logging.getLogger(__name__)
@@ -175,11 +175,12 @@ def _unpacked_side(
         inputs = _sequence_inputs(plan, sequence, plain.input_names, program.device)
         row = plan.row_of(sequence)
         path = torch.from_numpy(plan.rows[row].path(sequence)).to(program.device)
-        chooses = ties_of(program.rewritten, inputs[0].shape[1], (made[path] for made in choices[row]))
+        of_tokens = (made[path] for made in choices[row] if len(made) == len(plan.rows[row].tokens))
+        chooses = ties_of(program.rewritten, inputs[0].shape[1], of_tokens)
         with plain_checkpoints(plain.model), chooses as found, of_the_model_alone():
             parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
-        if found is not None:
-            side.ties = (side.ties or 0) + found.ties
+        if found is not None and side.ties is not None:
+            side.ties += found.ties
             _require_same_choices(program, found.fewer, inputs[0].shape[1])
         side.outputs.append([part.detach() for part in parts])
         for name, gradient in gradients_of([parts], [own_weights], parameters).items():
@@ -266,6 +267,7 @@ def self_check(plain: PlainModel, program: Program) -> None:
 def _report_of_small_tree(plain: PlainModel, program: Program) -> CheckReport:
     plan = plan_rows(small_tree(program, plain), min_shared_tokens=1)
     parameters = smallest_parameters(trained_parameters(plain.model))
+    program = replace(program, rewritten=telling_of_experts(program.rewritten))
     if program.rewritten.has_indexer:
         fewer = replace(program, rewritten=keeping_at_most(program.rewritten, _MOST_KEPT))
         # A model may rely on the number that it asked for.

@@ -1,18 +1,23 @@
-"""Equal scores of an indexer: torch leaves open which of them `topk` takes, a tree model takes the earliest."""
+"""Choices by scores that are equal up to rounding: the unpacked model is compared with those of the tree model.
+
+torch leaves open which of equal scores `topk` takes. Of an indexer's a tree model takes the earliest.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from tree_compile.comparison import tolerance
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
-from tree_compile.runtime.topk_index import above_and_at_last, highest
+from tree_compile.runtime.topk_index import above_and_at_last, highest, topk_told
 
 if TYPE_CHECKING:
     from tree_compile.pipeline import Rewritten
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 
 class EarliestOfEquals(TorchFunctionMode):
     """Lets every selection of keys in a model be that of the tree model, or else take the earliest of equal scores.
+
+    A selection of experts is that of the tree model, or else the model's own.
 
     Scores are often equal: to 0, where `relu` has cut off all heads, as for a padding token whose embedding is 0; up to
     rounding, where a token comes again and nothing tells its position, or in half precision. The unpacked model is
@@ -59,7 +66,17 @@ class EarliestOfEquals(TorchFunctionMode):
             named = {"scores" if name == "input" else name: value for name, value in given.items()}
             if self._chooses_keys(*args, **named):
                 return self._topk(*args, **named)
+            if self._chooses_experts(*args, **named):
+                return self._experts(*args, **named)
         return func(*args, **given)
+
+    def _chooses_experts(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
+        is_of_tokens = k > 0 and scores.numel() == self._tokens * scores.shape[-1]
+        return is_of_tokens and largest and dim in (-1, scores.dim() - 1)
+
+    def _experts(self, scores: Tensor, k: int, *others: Any, **named: Any) -> torch.return_types.topk:
+        made = self._made_by_tree(scores, k)
+        return scores.topk(k, *others, **named) if made is None else _sorted(scores, made, k)
 
     def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
         is_of_pairs = scores.dim() > 1 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
@@ -73,10 +90,8 @@ class EarliestOfEquals(TorchFunctionMode):
             return scores.topk(0)
         chosen, equal = highest(scores, k), above_and_at_last(scores, k)[1]
         self.ties += int((equal & ~chosen & (scores > HIDDEN_BELOW)).any(-1).sum())
-        keys = (chosen if (made := self._made_by_tree(scores, k)) is None else made).nonzero()[:, -1]
-        keys = keys.view(*scores.shape[:-1], k)
-        ordered = scores.gather(-1, keys).sort(dim=-1, descending=True, stable=True)
-        return torch.return_types.topk((ordered.values, keys.gather(-1, ordered.indices)))
+        made = self._made_by_tree(scores, k)
+        return _sorted(scores, chosen if made is None else made, k)
 
     def _made_by_tree(self, scores: Tensor, k: int) -> Tensor | None:
         """The first choice left that is right for these scores, filled up to `k` keys: bool, shaped like them."""
@@ -96,6 +111,22 @@ class EarliestOfEquals(TorchFunctionMode):
         return bool(are_enough.all()) and bool((~taken | (scores >= last - self._rounding * size)).all())
 
 
+def _sorted(scores: Tensor, chosen: Tensor, k: int) -> torch.return_types.topk:
+    """The `k` scores of each row that are `chosen`, the highest first, and their places."""
+    places = chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
+    ordered = scores.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return torch.return_types.topk((ordered.values, places.gather(-1, ordered.indices)))
+
+
+def telling_of_experts(rewritten: Rewritten) -> Rewritten:
+    """`rewritten`, with routers that tell what they choose; parameters are the same objects."""
+    graph = copy.deepcopy(rewritten.graph_module.graph)
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.topk.default:
+            node.target = topk_told
+    return replace(rewritten, graph_module=fx.GraphModule(rewritten.graph_module, graph))
+
+
 def _as_mask(places: Tensor, scores: Tensor) -> Tensor | None:
     """Places [tokens, k] as bool, shaped like the scores [1, …, tokens, keys]; None where they are not of such."""
     keys = scores.shape[-1]
@@ -110,7 +141,8 @@ def ties_of(
     rewritten: Rewritten, tokens: int, made: Iterable[Tensor] = ()
 ) -> AbstractContextManager[EarliestOfEquals | None]:
     """How the unpacked model is run on `tokens` tokens to be compared with `rewritten`, which has `made` choices."""
-    if not rewritten.has_indexer:
+    made = list(made)
+    if not rewritten.has_indexer and not made:
         return nullcontext()
     most = None if rewritten.most_kept is None else rewritten.most_kept.keys
     windows = [window for window, _ in rewritten.windows]

@@ -37,6 +37,9 @@ ROUNDING = 16
 Repeated keys among 400 tokens, 32 and 64 heads: 99 of 100 differ by no more than 8, the others by up to 13.
 """
 
+CANCELLED = 64
+"""How often greater numbers a score is taken to be added up from, at the most, than it is."""
+
 
 class _Block(NamedTuple):
     """Query rows [start, end) of one segment, and how many rows stand above the first of them on its path."""
@@ -190,12 +193,13 @@ def above_and_at_last(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Which scores are higher than the `k`-th highest of their row, and which are equal to it: bool [..., m] each.
 
     Equal up to rounding: a product rounds by where it stands in a matrix, so the scores of two equal keys differ in
-    their last places. These are places of the middle one of the `k` where that is greater, as weights of either sign
-    can add up to next to nothing.
+    their last places. These are places of the `k`-th score. As weights of either sign can add up to nearly nothing,
+    they are those of the middle one of the `k` where that is greater, up to `CANCELLED` times as great.
     """
     scores = scores.masked_fill(scores.isnan(), torch.inf)
     kept = scores.topk(k).values
-    last, size = kept[..., -1:], kept[..., [k // 2, -1]].abs().amax(-1, keepdim=True)
+    last, middle = kept[..., -1:], kept[..., k // 2, None].abs()
+    size = torch.maximum(last.abs(), middle.clamp(max=CANCELLED * last.abs()))
     units = ROUNDING * min(torch.finfo(scores.dtype).eps, torch.finfo(torch.float32).eps)
     rounding = units * size.masked_fill(size.isinf(), 0)
     above = scores > last + rounding

@@ -80,11 +80,21 @@ def test_model_in_half_precision_is_equal_to_the_unpacked_model(name, autocast):
     assert report.greatest_output_difference < report.tolerance / 2
 
 
-@pytest.mark.parametrize(("name", "autocast"), [("glm4_moe", True), ("qwen2_moe", False)])
+@pytest.mark.parametrize(("name", "autocast"), [("glm4_moe", True), ("qwen2_moe", False), ("deepseek_v4", True)])
 def test_experts_that_are_chosen_by_a_hair_are_those_of_the_tree_model_in_the_first_call(name, autocast):
     model = tiny_model(name).eval().to(torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         treecompile(model, min_shared_tokens=1, backend="eager").explain()
+
+
+def test_experts_that_score_equally_are_not_taken_for_keys_where_there_are_as_many_as_tokens():
+    """A sequence of the first call has four tokens."""
+    model = tied(index_n_heads=32, index_topk=8, num_local_experts=4, n_group=1, topk_group=1)
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            torch.nn.init.zeros_(layer.mlp.gate.weight)
+            layer.mlp.gate.e_score_correction_bias.zero_()
+    assert treecompile(model, backend="eager").explain()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

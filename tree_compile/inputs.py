@@ -15,7 +15,7 @@ from tree_compile.runtime.sequences import IntArray
 from tree_compile.runtime.transfers import send
 from tree_compile.runtime.windows import windows_of_row
 
-_FEWEST_TOKENS = 2
+FEWEST_TOKENS = 2
 """torch.compile makes a program of its own for sizes 0 and 1, and torch.export assumes at least 2."""
 
 
@@ -31,22 +31,22 @@ def graph_inputs(
 def _row_arguments(row: Row, least: int) -> list[Any]:
     """The arguments of every graph, arrays for the device and what is read on the host; tables of `least` positions."""
     inputs = [_padded(values)[None] for values in row.inputs.values()]
-    rows = np.arange(len(row.tokens), max(len(row.tokens), _FEWEST_TOKENS)) + 1
+    rows = np.arange(len(row.tokens), max(len(row.tokens), FEWEST_TOKENS)) + 1
     subtree_end = np.concatenate([row.subtree_end, rows])
-    length = max(int(row.position.max()) + 1, _FEWEST_TOKENS, least)
+    length = max(int(row.position.max()) + 1, FEWEST_TOKENS, least)
     return [*inputs, torch.from_numpy(_padded(row.segments)), _padded(row.position), subtree_end, length]
 
 
 def _tree_arguments(row: Row) -> list[Any]:
     """The arguments that follow where the graph has layers that carry a state, in the order of TREE_INPUTS."""
-    tree = tree_of_segments(row.segments, row.parent, _FEWEST_TOKENS)
+    tree = tree_of_segments(row.segments, row.parent, FEWEST_TOKENS)
     fields = [(name, getattr(tree, name)) for name in TREE_INPUTS.values()]
     return [tensor if name in READ_ON_HOST else tensor.numpy() for name, tensor in fields]
 
 
 def _window_arguments(row: Row, fields: Sequence[tuple[int, str]]) -> list[Any]:
     """The arguments that follow where the graph pools windows: fields of `WindowTables`, each with its window."""
-    tables = {window: windows_of_row(row, window, _FEWEST_TOKENS) for window in dict(fields)}
+    tables = {window: windows_of_row(row, window, FEWEST_TOKENS) for window in dict(fields)}
     arrays = [(name, getattr(tables[window], name)) for window, name in fields]
     return [torch.from_numpy(array) if name == "ranges" else array for name, array in arrays]
 
@@ -59,5 +59,5 @@ def _on_device(arguments: Sequence[Any], device: torch.device) -> tuple[Any, ...
 
 def _padded(values: np.ndarray[Any, Any]) -> IntArray:
     """With zeros at the end where there are few, int64."""
-    missing = max(0, _FEWEST_TOKENS - len(values))
+    missing = max(0, FEWEST_TOKENS - len(values))
     return np.pad(values.astype(np.int64, copy=False), ((0, missing), *[(0, 0)] * (values.ndim - 1)))

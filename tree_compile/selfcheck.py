@@ -41,7 +41,7 @@ from tree_compile.runtime.row import Row
 from tree_compile.runtime.samples import Sample
 from tree_compile.runtime.sequences import Sequences
 from tree_compile.runtime.topk_index import recorded_choices
-from tree_compile.ties import telling_of_experts, ties_of
+from tree_compile.ties import choices_of, telling_of_experts, ties_of
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
 _LOG = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ def _unpacked_side(
         inputs = _sequence_inputs(plan, sequence, plain.input_names, program.device)
         row = plan.row_of(sequence)
         path = torch.from_numpy(plan.rows[row].path(sequence)).to(program.device)
-        of_tokens = (made[path] for made in choices[row] if len(made) == len(plan.rows[row].tokens))
-        chooses = ties_of(program.rewritten, inputs[0].shape[1], of_tokens)
+        made = [own[path] for own in choices_of(plan.rows[row], choices[row])]
+        chooses = ties_of(program.rewritten, inputs[0].shape[1], made)
         with plain_checkpoints(plain.model), chooses as found, of_the_model_alone():
             parts = program.rewritten.without_batch(tensors_of(plain(inputs)))
         if found is not None and side.ties is not None:

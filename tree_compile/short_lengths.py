@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,8 @@ from tree_compile.runtime.planning import plan_rows
 from tree_compile.runtime.recordings import ROUTED
 from tree_compile.runtime.samples import Sample
 from tree_compile.runtime.sequences import Sequences
-from tree_compile.ties import ties_of
+from tree_compile.runtime.topk_index import recorded_choices
+from tree_compile.ties import choices_of, telling_of_experts, ties_of
 from tree_compile.trials import numbers_at_one, trials
 from tree_compile.unpacked import PlainModel, own_autocast_cache
 
@@ -56,7 +58,7 @@ class _Sides:
     """A row that holds some tokens, and the model on those alone."""
 
     def __init__(self, plain: PlainModel, rewritten: Rewritten) -> None:
-        self._plain, self._rewritten = plain, rewritten
+        self._plain, self._rewritten = plain, telling_of_experts(rewritten)
 
     def same_at_all_lengths(self, longest: int) -> bool:
         """Whether the outputs are the same for every prefix of some random tokens."""
@@ -64,8 +66,13 @@ class _Sides:
         tokens = np.random.default_rng(0).integers(0, self._rewritten.vocabulary or 2, longest)
         values = self._beside_zeros(torch.from_numpy(tokens)[None])
         with torch.no_grad():
-            row = self._in_row(values)
-            alone = {length: self._alone_or_none(tuple(value[:, :length] for value in values)) for length in lengths}
+            row, made = self._in_row(values)
+            alone = {
+                length: self._alone_or_none(
+                    tuple(value[:, :length] for value in values), [own[:length] for own in made]
+                )
+                for length in lengths
+            }
         taken = {length: parts for length, parts in alone.items() if parts is not None}
         found = [[part[:length] for part in row] for length in taken]
         return relative_difference(found, taken.values()) <= tolerance(self._rewritten.dtypes)
@@ -85,20 +92,23 @@ class _Sides:
     def _same(self, values: tuple[Tensor, ...]) -> bool:
         parameters = smallest_parameters(trained_parameters(self._plain.model))
         with torch.enable_grad():
-            alone = self._alone_or_none(values)
-            if alone is None:
+            if self._alone_or_none(values) is None:
                 return True
-            parts = self._in_row(values), alone
+            row, made = self._in_row(values)
+            parts = row, self._alone_or_none(values, made) or []
             found, expected = (
                 (own, list(gradients_of([own], weights_of([own]), parameters).values())) for own in parts
             )
         return are_close(found, expected, self._rewritten.dtypes)
 
-    def _in_row(self, values: tuple[Tensor, ...]) -> list[Tensor]:
+    def _in_row(self, values: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the row of these tokens computes, and its choices of keys and experts."""
         (row,) = plan_rows(self._sequences(values), min_shared_tokens=1).rows
         rewritten, length = self._rewritten, values[0].shape[1]
-        results = rewritten.graph_module(*rewritten.inputs(row, self._plain.device))
-        return [part[:length] for part in rewritten.without_batch(results)]
+        with recorded_choices() as made:
+            results = rewritten.graph_module(*rewritten.inputs(row, self._plain.device))
+        choices = [own[:length] for own in choices_of(row, made)]
+        return [part[:length] for part in rewritten.without_batch(results)], choices
 
     def _sequences(self, values: tuple[Tensor, ...]) -> Sequences:
         named = dict(zip(self._plain.input_names, values, strict=True))
@@ -106,10 +116,10 @@ class _Sides:
             return [Sample(values[0][0], routed_experts=named[ROUTED][0])]
         return {name: value.tolist() for name, value in named.items()}
 
-    def _alone_or_none(self, values: tuple[Tensor, ...]) -> list[Tensor] | None:
-        """What the model computes; None where it does not take so many tokens."""
+    def _alone_or_none(self, values: tuple[Tensor, ...], made: Sequence[Tensor] = ()) -> list[Tensor] | None:
+        """What the model computes with choices that the row `made`; None where it does not take so many tokens."""
         try:
-            with ties_of(self._rewritten, values[0].shape[1]), of_the_model_alone():
+            with ties_of(self._rewritten, values[0].shape[1], made), of_the_model_alone():
                 return self._rewritten.without_batch(tensors_of(self._plain(values)))
         except CaptureError:
             return None

@@ -16,7 +16,9 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from tree_compile.comparison import tolerance
+from tree_compile.inputs import FEWEST_TOKENS
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
+from tree_compile.runtime.row import Row
 from tree_compile.runtime.topk_index import above_and_at_last, highest, topk_told
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class EarliestOfEquals(TorchFunctionMode):
         self.fewer = 0
         self._keys = {tokens // window for window in (1, *windows)}
         self._made = list(made)
+        self._has_record = bool(self._made)
         self._rounding = rounding
 
     def __torch_function__(
@@ -88,9 +91,11 @@ class EarliestOfEquals(TorchFunctionMode):
             k = self._most
         if k == 0:
             return scores.topk(0)
+        made = self._made_by_tree(scores, k)
+        if made is None and self._has_record:
+            return scores.topk(k)  # of a router with as many experts as there are tokens, or a choice that is not right
         chosen, equal = highest(scores, k), above_and_at_last(scores, k)[1]
         self.ties += int((equal & ~chosen & (scores > HIDDEN_BELOW)).any(-1).sum())
-        made = self._made_by_tree(scores, k)
         return _sorted(scores, chosen if made is None else made, k)
 
     def _made_by_tree(self, scores: Tensor, k: int) -> Tensor | None:
@@ -135,6 +140,11 @@ def _as_mask(places: Tensor, scores: Tensor) -> Tensor | None:
     mask = scores.new_zeros((len(places), keys + 1), dtype=torch.bool)
     mask.scatter_(1, places.long() % (keys + 1), True)  # -1 is the last column, which is of no key
     return mask[:, :keys].view_as(scores)
+
+
+def choices_of(row: Row, made: Iterable[Tensor]) -> list[Tensor]:
+    """Those of what a row `made` that are of its tokens."""
+    return [own for own in made if len(own) == max(len(row.tokens), FEWEST_TOKENS)]
 
 
 def ties_of(

@@ -142,8 +142,13 @@ def test_one_great_score_does_not_make_others_equal() -> None:
 
 
 def test_scores_that_nearly_cancel_are_compared_at_the_size_of_the_others() -> None:
-    scores = torch.tensor([[5.0, 4.0, 3.0, 2e-8, -1e-8, 3e-8, -1.0]])
+    scores = torch.tensor([[5.0, 4.0, 3.0, 0.1 + 2e-6, 0.1 - 1e-6, 0.1 + 3e-6, -1.0]])
     assert highest(scores, 4).nonzero()[:, 1].tolist() == [0, 1, 2, 3]
+
+
+def test_scores_far_below_the_others_are_compared_at_their_own_size() -> None:
+    scores = torch.tensor([[1e6, 1e6, 1e6, 0.1, 0.1, 0.1, 0.1, 0.1, 1.5, 0.1]])
+    assert highest(scores, 5).nonzero()[:, 1].tolist() == [0, 1, 2, 3, 8]
 
 
 def test_scores_that_are_not_numbers_are_kept() -> None:

@@ -5,8 +5,8 @@ indices of -1, part blocks, groups of heads, padded heads and several key heads,
 and write no row of -1; TileLang lowers the same programs to CUDA for sm_90a, ptxas assembles that, one block's shared
 memory fits, and all reads of keys and values and all additions to their gradients are guarded with the bounds.
 
-Not shown: that TileLang's layouts, pipelines and barriers are right on a GPU, and any time. `benchmarks/sparse_gpu.py`
-checks and measures there.
+Not shown: that TileLang's layouts, pipelines and barriers are right on a GPU, and any time. `benchmarks/gpu.py`
+compares them there, and `benchmarks/sparse_gpu.py` measures.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from tree_compile.tiny import tiny_model
 def test_earliest_of_equal_scores_is_taken():
     scores = torch.zeros(1, 40, 40)
     with EarliestOfEquals(40):
-        for found in (scores.topk(3), torch.topk(scores, 3, dim=-1), torch.topk(input=scores, k=3)):
+        ways = (scores.topk(3), torch.topk(scores, 3, dim=-1), torch.topk(input=scores, k=3))
+        for found in (*ways, torch.topk(scores, 3, -1, True, False)):
             assert bool((found.indices == torch.arange(3)).all())
             assert bool((found.values == 0).all())
 
@@ -119,6 +120,23 @@ def test_choice_of_the_tree_model_is_taken_where_no_key_that_it_leaves_out_score
     for not_taken in (wrong, torch.tensor([[0], [1], [-1]]), torch.tensor([[0], [1], [3]])):
         with EarliestOfEquals(3, made=[not_taken], rounding=1e-3):
             assert scores.topk(1).indices.flatten().tolist() == [0, 1, 0]
+
+
+def test_choice_that_leaves_out_a_higher_score_for_equal_ones_is_not_taken():
+    scores = torch.tensor([[[9.0, -torch.inf, -torch.inf], [9.0, 5.0, -torch.inf], [10.0, 5.0, 5.0]]])
+    for made, taken in (([[0, -1], [0, 1], [1, 2]], [0, 1]), ([[0, -1], [0, 1], [0, 2]], [0, 2])):
+        with EarliestOfEquals(3, made=[torch.tensor(made)], rounding=1e-3):
+            assert sorted(scores.topk(2).indices[0, 2].tolist()) == taken
+
+
+def test_model_whose_scores_are_equal_is_refused_where_the_highest_is_left_out(monkeypatch):
+    def first_of_all(scores, k):
+        above, equal = topk_index.above_and_at_last(scores, k)
+        return (above | equal) & ((above | equal).cumsum(-1) <= k)
+
+    monkeypatch.setattr(topk_index, "highest", first_of_all)
+    with pytest.raises(SelfCheckError, match="differ on a small random tree"):
+        treecompile(tied(index_n_heads=1).double(), backend="eager").explain()
 
 
 def test_choices_of_fewer_keys_than_are_asked_for_are_filled_up():

@@ -73,7 +73,9 @@ class EarliestOfEquals(TorchFunctionMode):
                 return self._experts(*args, **named)
         return func(*args, **given)
 
-    def _chooses_experts(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
+    def _chooses_experts(
+        self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, *_others: Any, **_named: Any
+    ) -> bool:
         is_of_tokens = k > 0 and scores.numel() == self._tokens * scores.shape[-1]
         return is_of_tokens and largest and dim in (-1, scores.dim() - 1)
 
@@ -81,7 +83,9 @@ class EarliestOfEquals(TorchFunctionMode):
         made = self._made_by_tree(scores, k)
         return scores.topk(k, *others, **named) if made is None else _sorted(scores, made, k)
 
-    def _chooses_keys(self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, **_others: Any) -> bool:
+    def _chooses_keys(
+        self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, *_others: Any, **_named: Any
+    ) -> bool:
         is_of_pairs = scores.dim() > 1 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
         return is_of_pairs and largest and dim in (-1, scores.dim() - 1)
 
@@ -111,9 +115,10 @@ class EarliestOfEquals(TorchFunctionMode):
         """Whether `k` keys, or all that can be seen, were taken, and none left out that scores higher."""
         seen = scores > HIDDEN_BELOW
         size = scores.abs().masked_fill(~seen | scores.isinf(), 0).amax(-1, keepdim=True)
-        last = scores.topk(k).values[..., -1:]
+        last, rounding = scores.topk(k).values[..., -1:], self._rounding * size
         are_enough = taken.sum(-1) == seen.sum(-1).clamp(max=k)
-        return bool(are_enough.all()) and bool((~taken | (scores >= last - self._rounding * size)).all())
+        are_best = torch.where(taken, scores >= last - rounding, ~seen | (scores <= last + rounding))
+        return bool(are_enough.all()) and bool(are_best.all())
 
 
 def _sorted(scores: Tensor, chosen: Tensor, k: int) -> torch.return_types.topk:

@@ -31,15 +31,11 @@ class FlashGraph:
 
     Attributes:
         graph_module: the graph, with the parameters of the one that it was made from.
-        layers: how many attentions are by these kernels.
-        others: how many are not.
-        heads: query heads of the first of them.
+        heads: query heads of the first attention that is by these kernels.
         tile: rows of a tile of flex_attention in its place.
     """
 
     graph_module: fx.GraphModule
-    layers: int
-    others: int
     heads: int
     tile: int
 
@@ -59,8 +55,7 @@ def flash_graph(graph_module: fx.GraphModule, require_all: bool) -> FlashGraph |
         KernelError: it has one, and `require_all` is True.
     """
     graph = copy.deepcopy(graph_module.graph)
-    nodes = _on_cuda(graph)
-    reasons = {node: why_not_flash(_form(node)) for node in nodes}
+    reasons = {node: why_not_flash(_form(node)) for node in _on_cuda(graph)}
     able = [node for node, reason in reasons.items() if reason is None]
     if require_all:
         _require_none(reasons)
@@ -70,7 +65,7 @@ def flash_graph(graph_module: fx.GraphModule, require_all: bool) -> FlashGraph |
         node.kwargs = {**node.kwargs, "kernels": "flash"}
     heads, width = (int(_operand(able[0], 0).shape[dim]) for dim in (1, 3))
     made = fx.GraphModule(graph_module, graph, class_name=type(graph_module).__name__)
-    return FlashGraph(made, len(able), len(nodes) - len(able), heads, tile_of(width))
+    return FlashGraph(made, heads, tile_of(width))
 
 
 class KernelsOfGraph(NamedTuple):

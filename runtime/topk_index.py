@@ -19,6 +19,7 @@ __all__ = [
     "highest",
     "index_scores",
     "recorded_choices",
+    "takes_highest",
     "told_of",
     "topk_told",
     "tree_topk_index",
@@ -224,13 +225,18 @@ def recorded_choices() -> Iterator[list[Tensor]]:
         _RECORDING.reset(before)
 
 
+def takes_highest(scores: Tensor, dim: int, largest: bool) -> bool:
+    """Whether a `topk` with these arguments takes the highest scores of each row."""
+    return largest and dim in (-1, scores.dim() - 1)
+
+
 def topk_told(
     scores: Tensor, k: int, dim: int = -1, largest: bool = True, *others: bool, **named: bool
 ) -> tuple[Tensor, Tensor]:
     """`aten.topk`, which tells what it chooses; for routers of experts, in a graph that is not compiled."""
     found: tuple[Tensor, Tensor] = torch.ops.aten.topk.default(scores, k, dim, largest, *others, **named)
     recording = _RECORDING.get()
-    if recording is not None and largest and dim in (-1, scores.dim() - 1):
+    if recording is not None and takes_highest(scores, dim, largest):
         recording.append(found[1].flatten(0, -2))
     return found
 

@@ -19,7 +19,7 @@ from tree_compile.comparison import tolerance
 from tree_compile.inputs import FEWEST_TOKENS
 from tree_compile.passes.pair_tables import HIDDEN_BELOW
 from tree_compile.runtime.row import Row
-from tree_compile.runtime.topk_index import above_and_at_last, highest, topk_told
+from tree_compile.runtime.topk_index import above_and_at_last, highest, takes_highest, topk_told
 
 if TYPE_CHECKING:
     from tree_compile.pipeline import Rewritten
@@ -77,7 +77,7 @@ class EarliestOfEquals(TorchFunctionMode):
         self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, *_others: Any, **_named: Any
     ) -> bool:
         is_of_tokens = k > 0 and scores.numel() == self._tokens * scores.shape[-1]
-        return is_of_tokens and largest and dim in (-1, scores.dim() - 1)
+        return is_of_tokens and takes_highest(scores, dim, largest)
 
     def _experts(self, scores: Tensor, k: int, *others: Any, **named: Any) -> torch.return_types.topk:
         made = self._made_by_tree(scores, k)
@@ -87,7 +87,7 @@ class EarliestOfEquals(TorchFunctionMode):
         self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, *_others: Any, **_named: Any
     ) -> bool:
         is_of_pairs = scores.dim() > 1 and scores.shape[-2] == self._tokens and scores.shape[-1] in self._keys
-        return is_of_pairs and largest and dim in (-1, scores.dim() - 1)
+        return is_of_pairs and takes_highest(scores, dim, largest)
 
     def _topk(self, scores: Tensor, k: int, *_others: Any, **_named: Any) -> torch.return_types.topk:
         if self._most is not None and k > self._most:
@@ -130,10 +130,12 @@ def _sorted(scores: Tensor, chosen: Tensor, k: int) -> torch.return_types.topk:
 
 def telling_of_experts(rewritten: Rewritten) -> Rewritten:
     """`rewritten`, with routers that tell what they choose; parameters are the same objects."""
+    topk = torch.ops.aten.topk.default
+    if not any(node.target is topk for node in rewritten.graph_module.graph.nodes):
+        return rewritten
     graph = copy.deepcopy(rewritten.graph_module.graph)
     for node in graph.nodes:
-        if node.target is torch.ops.aten.topk.default:
-            node.target = topk_told
+        node.target = topk_told if node.target is topk else node.target
     return replace(rewritten, graph_module=fx.GraphModule(rewritten.graph_module, graph))
 
 
